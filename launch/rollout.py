@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(path: str, overrides: Sequence[str]) -> int:
     config = load(path, overrides)
-    refuse_together(lambda: check_server(config), lambda: check_folders(config))
+    refuse_together(lambda: check_server(config.rollout), lambda: check_folders(config))
     known_key = api_key_for(config)
     key = known_key or secrets.token_urlsafe(24)
     log_path = Path(config.run_dir) / config.name / log_name(config.rollout.server.host)

@@ -66,7 +66,7 @@ def train(
         average=average,
     )
     guard = RateGuard(config.optimizer)
-    best = Best(config, folder_of(config, run_dir))
+    best = Best(config, folder_of(config.checkpoint, run_dir))
     steps, done = config.train.steps, checkpoints.first_step
     cadence, pushed, arrivals = Cadence.of(config, done), done, Arrivals(config, rollouts, phases)
     if saved := checkpoints.load(learner):

@@ -84,7 +84,7 @@ def compares_groups(config: Config) -> bool:
     from moe_trm import losses  # a loss of the user's own says itself what it needs, and imports torch
 
     compares = "groups" in losses.get(name).needs
-    if compares and several_rows(config):
+    if compares and several_rows(config.rollout, config.agent):
         raise ConfigError(
             "the loss compares the samples of a prompt row by row, and a session may be several rows",
             where="config key loss.name",

@@ -16,7 +16,7 @@ from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.checkpoint.resumable import Resumable
 from moe_trm.checkpoint.writer import BackgroundWriter, Contents
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import CheckpointConfig, Config
 from moe_trm.errors import CheckpointError
 from moe_trm.runtime.interruption import Interruption
 
@@ -43,7 +43,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, run_dir: Path, interruption: Interruption, *, restarted: bool = False) -> None:
         self._config, self._interruption = config, interruption
-        self._folder = CheckpointFolder(folder_of(config, run_dir))
+        self._folder = CheckpointFolder(folder_of(config.checkpoint, run_dir))
         self._peers = Peers()
         self._writer = BackgroundWriter(self._folder, Peers(), config.checkpoint.keep)
         self._found = self._find(config.checkpoint.resume, restarted=self._peers.any(restarted))
@@ -192,6 +192,6 @@ class Checkpoints:
         return path, manifest
 
 
-def folder_of(config: Config, run_dir: Path) -> Path:
+def folder_of(checkpoint: CheckpointConfig, run_dir: Path) -> Path:
     """Folder of a run's checkpoints."""
-    return Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    return Path(checkpoint.dir) if checkpoint.dir else run_dir / "checkpoints"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, BatchConfig, Config, KlConfig
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 
 
@@ -36,13 +36,15 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected="loss",
         )
     if config.advantage.zero_variance_scale:
-        yield from _zero_variance(config)
+        yield from _zero_variance(config.keeps_masks, config.advantage, config.batch, config.kl)
 
 
-def _zero_variance(config: Config) -> Iterator[Problem]:
-    key, name = "advantage.zero_variance_scale", config.advantage.name
-    entry, got = ADVANTAGES[name], str(config.advantage.zero_variance_scale)
-    if not config.keeps_masks:
+def _zero_variance(
+    keeps_masks: bool, advantage: AdvantageConfig, batch: BatchConfig, kl: KlConfig
+) -> Iterator[Problem]:
+    key, name = "advantage.zero_variance_scale", advantage.name
+    entry, got = ADVANTAGES[name], str(advantage.zero_variance_scale)
+    if not keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             "shaped advantages read the entropy of each token's distribution, which is recorded with the sampling mask",
@@ -57,14 +59,14 @@ def _zero_variance(config: Config) -> Iterator[Problem]:
             got=got,
             expected="0, or an estimator that compares the samples of a prompt by row",
         )
-    if config.batch.zero_variance == "drop":
+    if batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
             "groups without a difference in reward would be dropped before they are shaped",
             got=f"drop with {key}={got}",
             expected="keep",
         )
-    if config.kl.coef and config.kl.where == "reward":
+    if kl.coef and kl.where == "reward":
         yield Problem(
             "kl.where",
             "the KL lowers rewards after the shaped advantages were made",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AgentConfig, Config, RolloutConfig
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
@@ -16,12 +16,12 @@ FIX = "set agent.rows=last, or choose another method"
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
-    return list(_rows(config)) if several_rows(config) else []
+    return list(_rows(config)) if several_rows(config.rollout, config.agent) else []
 
 
-def several_rows(config: Config) -> bool:
+def several_rows(rollout: RolloutConfig, agent: AgentConfig) -> bool:
     """True where a sample may be several rows."""
-    return config.rollout.agent is not None and config.agent.rows != "last"
+    return rollout.agent is not None and agent.rows != "last"
 
 
 def _rows(config: Config) -> Iterator[Problem]:

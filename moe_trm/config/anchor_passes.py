@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, KlConfig, LearnerConfig, OptimizerConfig, RecordConfig
 from moe_trm.methods.advantages import ADVANTAGES
 
 
-def scores_every_minibatch(config: Config) -> bool:
+def scores_every_minibatch(
+    record: RecordConfig, learner: LearnerConfig, optimizer: OptimizerConfig, kl: KlConfig, advantage: AdvantageConfig
+) -> bool:
     """True when the first minibatch of a step is scored too, although its update's own forward would give the same.
 
     A recording keeps the scores of the step's start. A KL in the reward, advantages that read ratios and a learning
@@ -14,9 +16,9 @@ def scores_every_minibatch(config: Config) -> bool:
     as well (`moe_trm/step/recipe.py`), and several epochs.
     """
     return bool(
-        config.learner.epochs > 1
-        or config.record.bundle
-        or (config.kl.coef > 0 and config.kl.where == "reward")
-        or config.optimizer.ess_scale != "off"
-        or ADVANTAGES[config.advantage.name].reads_ratios
+        learner.epochs > 1
+        or record.bundle
+        or (kl.coef > 0 and kl.where == "reward")
+        or optimizer.ess_scale != "off"
+        or ADVANTAGES[advantage.name].reads_ratios
     )

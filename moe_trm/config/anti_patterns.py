@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_trm.config.correction_rules import loss_facts, preset_of, ratio_of, rules_of
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, CorrectionConfig, RolloutConfig
 from moe_trm.methods.limits import CLIPPED, FAR_AHEAD, LONG_ROW, OUTLIER, rising, series, surged
 from moe_trm.methods.losses import DEFAULT_LOSS
 
@@ -52,8 +52,7 @@ class AntiPattern:
         return f"{self.name}: {self.reason}; try {self.advice}"
 
 
-def _longest(config: Config) -> int:
-    rollout = config.rollout
+def _longest(rollout: RolloutConfig) -> int:
     of_turns = rollout.max_tokens or rollout.max_turns * rollout.max_new_tokens
     return of_turns if rollout.has_turns else rollout.max_new_tokens
 
@@ -62,13 +61,13 @@ def _unchecked_kl(config: Config) -> bool:
     return config.pipeline.recovery not in ("same", "snapshot") and config.probe.every == 0
 
 
-def _uses(config: Config, *names: str) -> bool:
-    return any(name in names for name, _ in rules_of(config.correction))
+def _uses(correction: CorrectionConfig, *names: str) -> bool:
+    return any(name in names for name, _ in rules_of(correction))
 
 
 def _noisy_products(config: Config, history: History) -> bool:
     sizes, noise = series(history, "correction/weight_eff_sample_size"), series(history, "variance/pure_noise")
-    return _uses(config, "seq_tis") and bool(sizes) and sizes[-1] < 0.5 and rising(noise)
+    return _uses(config.correction, "seq_tis") and bool(sizes) and sizes[-1] < 0.5 and rising(noise)
 
 
 def _wide_clip(config: Config, history: History) -> bool:
@@ -102,7 +101,7 @@ def _long_sums(config: Config) -> bool:
         (rule.name.startswith("seq_sum_") or rule.thresholds.get("score") == "sum") and not rule.by_length
         for rule in correction.rules
     ]
-    return any(sums) and _longest(config) > LONG_ROW
+    return any(sums) and _longest(config.rollout) > LONG_ROW
 
 
 def _idle_replay(config: Config) -> bool:
@@ -127,7 +126,7 @@ ANTI_PATTERNS: tuple[AntiPattern, ...] = (
         "products of long rows",
         "seq_tis multiplies the ratios of a whole answer, and few long rows keep a weight",
         "correction.preset=decoupled_geo_rs_token_tis",
-        planned=lambda config: _uses(config, "seq_tis") and _longest(config) > LONG_ROW,
+        planned=lambda config: _uses(config.correction, "seq_tis") and _longest(config.rollout) > LONG_ROW,
         seen=_noisy_products,
     ),
     AntiPattern(

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from moe_trm.config.schema import Config, LearnerConfig, ReplayMode, ServerConfig
+from moe_trm.config.schema import (
+    Config,
+    LearnerConfig,
+    PipelineConfig,
+    ReplayConfig,
+    ReplayMode,
+    RolloutConfig,
+    ServerConfig,
+)
 
 MACHINE = {
     "learner.transformer_engine": "chosen at launch: on where there are CUDA and Transformer Engine",
@@ -51,12 +59,12 @@ class Choice:
 def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
     """`config` with every `auto` that other settings decide as a value, and the choices made. Twice is as once."""
     choices = []
-    mode, reason = replay_mode(config)
+    mode, reason = replay_mode(config.learner, config.replay, config.pipeline)
     if config.replay.mode != mode:
         choices.append(Choice("replay.mode", mode, reason))
         config = config.model_copy(update={"replay": config.replay.model_copy(update={"mode": mode})})
     if config.sampling_mask.mode == "auto":
-        choices.append(Choice("sampling_mask.mode", *_mask(config)))
+        choices.append(Choice("sampling_mask.mode", *_mask(config.keeps_masks, config.rollout)))
         mask = config.sampling_mask.model_copy(update={"mode": choices[-1].value})
         config = config.model_copy(update={"sampling_mask": mask})
     return config, tuple(choices)
@@ -98,23 +106,23 @@ def settle_here(
     return config.model_copy(update={"learner": learner, "rollout": rollout, "batch": batch}), tuple(choices)
 
 
-def replay_mode(config: Config) -> tuple[ReplayMode, str]:
+def replay_mode(learner: LearnerConfig, replay: ReplayConfig, pipeline: PipelineConfig) -> tuple[ReplayMode, str]:
     """The replay mode to run with, and why.
 
     `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none;
     N = 2 or 3 at age 0: R2; N >= 4, or any age: R3.
     """
-    updates = config.learner.minibatches * config.learner.epochs
-    if config.replay.mode != "auto":
-        return config.replay.mode, "as configured"
-    return _replay(updates, config.pipeline.staleness_limit)
+    updates = learner.minibatches * learner.epochs
+    if replay.mode != "auto":
+        return replay.mode, "as configured"
+    return _replay(updates, pipeline.staleness_limit)
 
 
-def _mask(config: Config) -> tuple[Literal["keep", "off"], str]:
+def _mask(keeps_masks: bool, rollout: RolloutConfig) -> tuple[Literal["keep", "off"], str]:
     """The mode that `auto` becomes, why, and what the run would lose with the other."""
-    if config.rollout.truncates:
+    if rollout.truncates:
         return "keep", "sampling is truncated; off would score ids that the rollout could not sample"
-    if config.keeps_masks:
+    if keeps_masks:
         return "keep", (
             "a rule (divergence=exact) or the advantage reads the rollout's whole distribution, which the mask records"
         )
@@ -166,7 +174,7 @@ BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def wants_routes(config: Config) -> bool:
     """True where the rollout engine is asked for the experts of every token: to replay them, or for the probe."""
-    return replay_mode(config)[0] == "R3" or config.probe.every > 0
+    return replay_mode(config.learner, config.replay, config.pipeline)[0] == "R3" or config.probe.every > 0
 
 
 def layers_switch(

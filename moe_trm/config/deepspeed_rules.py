@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moe_trm.config.pipeline_layout import UNEVEN
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, DeepSpeedConfig, ParallelConfig
+from moe_trm.config.schema import Config, DeepSpeedConfig, LearnerConfig, ParallelConfig
 
 _REASONS = {
     "tensor": "ZeRO shards what is kept, never a matrix product",
@@ -71,9 +71,8 @@ def refusals(config: Config) -> Iterator[Problem]:
         )
 
 
-def idle_settings(config: Config) -> Iterator[str]:
+def idle_settings(learner: LearnerConfig) -> Iterator[str]:
     """Keys that were set for the learner that is not used."""
-    learner = config.learner
     if learner.backend == "deepspeed" and learner.distributed_optimizer:
         if "distributed_optimizer" in learner.model_fields_set:
             yield (

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import KEY, traits_of
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import ConfigError
 
 
-def unknown(config: Config) -> Iterator[Problem]:
+def unknown(rollout: RolloutConfig) -> Iterator[Problem]:
     """The reason why nothing is known of this engine, if there is one."""
     try:
-        traits_of(config.rollout.engine)
+        traits_of(rollout.engine)
     except ConfigError as error:
         yield Problem(KEY, error.what, got=str(error.got), expected=str(error.expected), fix=error.fix)
 

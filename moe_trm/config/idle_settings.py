@@ -28,7 +28,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
         ("pipeline", "partial", not traits.samples_live, "a recording is never interrupted"),
-        *schedule_rules.idle(config),
+        *schedule_rules.idle(config.pipeline, config.rollout, config.learner),
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")

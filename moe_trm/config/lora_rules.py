@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, LoraConfig
+from moe_trm.config.schema import Config, LearnerConfig, LoraConfig
 
 ROUTER = "router"
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(learner: LearnerConfig) -> Iterator[Problem]:
     """Settings under which adapters would not train, or would train something else."""
-    learner = config.learner
     lora = learner.lora
     if not lora.rank:
         return
@@ -58,9 +57,8 @@ def refusals(config: Config) -> Iterator[Problem]:
         )
 
 
-def idle_settings(config: Config) -> Iterator[str]:
+def idle_settings(learner: LearnerConfig) -> Iterator[str]:
     """Keys that were set without adapters, or that adapters make idle."""
-    learner = config.learner
     if not learner.lora.rank:
         for name in LoraConfig.model_fields:
             if name != "rank" and name in learner.lora.model_fields_set:

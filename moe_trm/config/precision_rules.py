@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, LearnerConfig, RolloutConfig
+from moe_trm.config.schema import Config, CorrectionConfig, LearnerConfig, ProbeConfig, ReplayConfig, RolloutConfig
 
 CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
 """The correction to begin with where the rollout is a policy of its own."""
@@ -31,7 +31,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             fix="set batch.layout=padded, or learner.fp8=none",
         )
     yield from _deterministic(rollout)
-    yield from _round_like_rollout(config)
+    yield from _round_like_rollout(config.rollout, config.learner)
     if rollout.quantization is not None and rollout.fake_quantization is not None:
         yield Problem(
             "rollout.fake_quantization",
@@ -79,9 +79,9 @@ def _deterministic(rollout: RolloutConfig) -> Iterator[Problem]:
         )
 
 
-def _round_like_rollout(config: Config) -> Iterator[Problem]:
-    rollout, key = config.rollout, "learner.round_like_rollout"
-    if not config.learner.round_like_rollout:
+def _round_like_rollout(rollout: RolloutConfig, learner: LearnerConfig) -> Iterator[Problem]:
+    key = "learner.round_like_rollout"
+    if not learner.round_like_rollout:
         return
     if rollout.quantization is not None:
         yield Problem(
@@ -90,14 +90,14 @@ def _round_like_rollout(config: Config) -> Iterator[Problem]:
             got=f"true with rollout.quantization={rollout.quantization}",
             expected="rollout.fake_quantization, which the learner does itself",
         )
-    if config.learner.backend == "deepspeed" and config.learner.deepspeed.zero_stage == 3:
+    if learner.backend == "deepspeed" and learner.deepspeed.zero_stage == 3:
         yield Problem(
             key,
             "ranks hold parts of output channels, and gather them anew in each pass",
             got="true with learner.deepspeed.zero_stage=3",
             expected="stage 1 or 2",
         )
-    elif (reason := unrepeatable(config)) is not None:
+    elif (reason := unrepeatable(learner, rollout)) is not None:
         setting, _, why = reason.partition(": ")
         yield Problem(
             key, why, got=f"true with rollout.fake_quantization={rollout.fake_quantization}", expected=setting
@@ -135,9 +135,8 @@ def _fp8(learner: LearnerConfig) -> Iterator[Problem]:
         )
 
 
-def unrepeatable(config: Config) -> str | None:
+def unrepeatable(learner: LearnerConfig, rollout: RolloutConfig) -> str | None:
     """The reason that the probe cannot measure fake quantisation, or None. A scale needs all its weights."""
-    learner, rollout = config.learner, config.rollout
     if rollout.fake_quantization is None:
         return None
     if rollout.fake_quantization_block is not None:
@@ -152,7 +151,7 @@ def unrepeatable(config: Config) -> str | None:
 def surprises(config: Config) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
     learner, rollout = config.learner, config.rollout
-    yield from _rounded_rollouts(config)
+    yield from _rounded_rollouts(config.rollout, config.replay, config.probe, config.correction, config.learner)
     narrows = learner.dtype == "float32" != rollout.server.dtype
     if learner.round_like_rollout and rollout.fake_quantization is None and not narrows:
         yield (
@@ -193,8 +192,13 @@ def surprises(config: Config) -> Iterator[str]:
         yield f"learner.loss_scale has no effect: learner.dtype={learner.dtype} needs none"
 
 
-def _rounded_rollouts(config: Config) -> Iterator[str]:
-    rollout = config.rollout
+def _rounded_rollouts(
+    rollout: RolloutConfig,
+    replay: ReplayConfig,
+    probe: ProbeConfig,
+    correction: CorrectionConfig,
+    learner: LearnerConfig,
+) -> Iterator[str]:
     if rollout.rounds_weights is None:
         return
     setting = f"rollout.norm_noise={rollout.norm_noise}"
@@ -205,17 +209,17 @@ def _rounded_rollouts(config: Config) -> Iterator[str]:
         f"{setting}: the rollout is a behaviour policy of its own, with other weights; engine/* measures it against "
         "the learner's policy"
     )
-    if not config.correction.rules and config.correction.preset is None and not config.learner.round_like_rollout:
+    if not correction.rules and correction.preset is None and not learner.round_like_rollout:
         yield (
             f"{setting} without a correction trains on another policy's samples as if they were the learner's own: "
             f"try {CORRECTION}"
         )
-    if config.replay.mode == "none":
+    if replay.mode == "none":
         yield (
             f"{setting} with replay.mode=none: other weights choose other experts more often, and nothing brings them "
             "together; R3 does"
         )
-    if config.probe.every and (reason := unrepeatable(config)) is not None:
+    if probe.every and (reason := unrepeatable(learner, rollout)) is not None:
         yield f"probe/quantization_k3_kl is not measured: {reason}"
-    elif config.probe.every and rollout.norm_noise and rollout.fake_quantization is not None:
+    elif probe.every and rollout.norm_noise and rollout.fake_quantization is not None:
         yield "probe/quantization_k3_kl is not measured: rollout.norm_noise is not repeated by the learner"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.problems import Problem
 from moe_trm.config.route_defects import defects_asked_for
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, PipelineConfig, RecordConfig, ReplayConfig, RolloutConfig, SyncConfig
 
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
@@ -15,11 +15,14 @@ MASK_LIMIT = 4096
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
-    return [*_rollout(config), *_routes(config), *_pipeline(config)]
+    return [
+        *_rollout(config.rollout, config.keeps_masks, config.record, config.sync),
+        *_routes(config),
+        *_pipeline(config.pipeline, config.rollout, config.replay, config.sync),
+    ]
 
 
-def _rollout(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
+def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sync: SyncConfig) -> Iterator[Problem]:
     repeats = not rollout.traits.samples_live
     if repeats and not rollout.bundle:
         yield Problem(
@@ -28,7 +31,7 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got="none",
             expected="a folder that a run with record.bundle wrote",
         )
-    if repeats and rollout.bundle and rollout.bundle == config.record.bundle:
+    if repeats and rollout.bundle and rollout.bundle == record.bundle:
         yield Problem(
             "record.bundle",
             "a run cannot record into the bundle it reads",
@@ -65,14 +68,14 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got=f"{rollout.router} in rollout.urls too",
             expected="the servers' own addresses in rollout.urls",
         )
-    if len(rollout.urls) > 1 and config.sync.method == "distributed":
+    if len(rollout.urls) > 1 and sync.method == "distributed":
         yield Problem(
             "sync.method",
             "a broadcast reaches one rollout server",
             got=f"distributed with {len(rollout.urls)} rollout.urls",
             expected="disk, on storage that all servers see",
         )
-    if config.keeps_masks and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
+    if keeps_masks and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
         yield Problem(
             "rollout.top_k",
             "the engine returns no more kept ids than its limit, so the mask would be incomplete",
@@ -103,9 +106,10 @@ def _routes(config: Config) -> Iterator[Problem]:
         )
 
 
-def _pipeline(config: Config) -> Iterator[Problem]:
-    pipeline = config.pipeline
-    if config.rollout.colocate and pipeline.mode != "sync":
+def _pipeline(
+    pipeline: PipelineConfig, rollout: RolloutConfig, replay: ReplayConfig, sync: SyncConfig
+) -> Iterator[Problem]:
+    if rollout.colocate and pipeline.mode != "sync":
         yield Problem(
             "rollout.colocate",
             "an engine that lends its memory to the learner cannot sample meanwhile",
@@ -113,14 +117,14 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             expected="pipeline.mode=sync",
             fix="give the engine GPUs of its own, or train synchronously",
         )
-    if not pipeline.has_anchor_pass and config.replay.mode == "R2":
+    if not pipeline.has_anchor_pass and replay.mode == "R2":
         yield Problem(
             "pipeline.behavior",
             "R2 replays the routes of the anchor pass, which is left out",
             got=f"{pipeline.behavior} with replay.mode=R2",
             expected="snapshot or merged, or replay.mode=R3",
         )
-    if pipeline.partial == "interrupt" and config.sync.method == "distributed":
+    if pipeline.partial == "interrupt" and sync.method == "distributed":
         yield Problem(
             "pipeline.partial",
             "the ranks that broadcast wait for the engine, so there is nothing to gain from interrupting",

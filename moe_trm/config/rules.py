@@ -29,7 +29,7 @@ from moe_trm.config.choices import Choice, settle
 from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.problems import Problem
 from moe_trm.config.rollout_rules import MASK_LIMIT
-from moe_trm.config.schema import Config, RolloutConfig
+from moe_trm.config.schema import Config, ObserveConfig, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
@@ -38,7 +38,7 @@ def refusals(config: Config) -> list[Problem]:
     An engine that is not known is taken for the default one in the rest.
     """
     config, choices = settle(config)
-    unknown = [*engine_rules.unknown(config)]
+    unknown = [*engine_rules.unknown(config.rollout)]
     if unknown:
         rollout = config.rollout.model_copy(update={"engine": RolloutConfig().engine})
         config = config.model_copy(update={"rollout": rollout})
@@ -57,7 +57,7 @@ def _refusals(config: Config) -> list[Problem]:
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *schedule_rules.refusals(config),
-        *server_flags.refusals(config),
+        *server_flags.refusals(config.rollout),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
         *correction_rules.refusals(
@@ -71,8 +71,8 @@ def _refusals(config: Config) -> list[Problem]:
         *advantage_rules.refusals(config),
         *precision_rules.refusals(config),
         *deepspeed_rules.refusals(config),
-        *lora_rules.refusals(config),
-        *_observe(config),
+        *lora_rules.refusals(config.learner),
+        *_observe(config.observe),
     ]
 
 
@@ -81,8 +81,8 @@ def warnings(config: Config) -> list[str]:
     config, _ = settle(config)
     return [
         *idle_settings(config),
-        *deepspeed_rules.idle_settings(config),
-        *lora_rules.idle_settings(config),
+        *deepspeed_rules.idle_settings(config.learner),
+        *lora_rules.idle_settings(config.learner),
         *precision_rules.surprises(config),
         *lora_rules.surprises(config),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
@@ -90,8 +90,8 @@ def warnings(config: Config) -> list[str]:
     ]
 
 
-def _observe(config: Config) -> Iterator[Problem]:
-    sinks = config.observe.sinks
+def _observe(observe: ObserveConfig) -> Iterator[Problem]:
+    sinks = observe.sinks
     for name in sorted({name for name in sinks if sinks.count(name) > 1}):
         yield Problem("observe.sinks", f"{name} is listed more than once", got=str(sinks.count(name)), expected="once")
 

@@ -5,36 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import (
+    AdvantageConfig,
+    Config,
+    KlConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    ReplayConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+)
 from moe_trm.methods.advantages import ADVANTAGES
 
 
 def refusals(config: Config) -> Iterator[Problem]:
     """The reasons that these settings cannot work."""
-    yield from _age(config)
-    yield from _pushes(config)
-    yield from _rolling(config)
-    yield from _reuse(config)
-    yield from _stream(config)
+    yield from _age(config.pipeline)
+    yield from _pushes(config.pipeline, config.train, config.rollout, config.task)
+    yield from _rolling(config.rollout, config.pipeline)
+    yield from _reuse(config.pipeline)
+    yield from _stream(config.learner, config.optimizer, config.rollout, config.advantage, config.pipeline)
     if config.pipeline.proximal == "average":
-        yield from _average(config)
+        yield from _average(config.replay, config.pipeline, config.optimizer, config.kl, config.advantage)
 
 
-def idle(config: Config) -> Iterator[tuple[str, str, bool, str]]:
+def idle(
+    pipeline: PipelineConfig, rollout: RolloutConfig, learner: LearnerConfig
+) -> Iterator[tuple[str, str, bool, str]]:
     """Rows of the table of idle settings: section, key, whether it is idle, and why."""
-    pipeline, rollout = config.pipeline, config.rollout
     reuse = ("max_uses", "reuse_tau", "reuse_correction")
     yield from (
         ("pipeline", key, not pipeline.reuse_groups, "pipeline.reuse_groups=0 uses nothing again") for key in reuse
     )
-    yield "pipeline", "stream", config.learner.minibatches == 1, "learner.minibatches=1: the batch is one minibatch"
+    yield "pipeline", "stream", learner.minibatches == 1, "learner.minibatches=1: the batch is one minibatch"
     yield "pipeline", "proximal_decay", pipeline.proximal == "start", "pipeline.proximal=start averages nothing"
     yield "pipeline", "rolling_push", len(rollout.urls) < 2, "one server has nobody to take turns with"
     yield "pipeline", "rolling_push", pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"
 
 
-def _age(config: Config) -> Iterator[Problem]:
-    pipeline = config.pipeline
+def _age(pipeline: PipelineConfig) -> Iterator[Problem]:
     given, every = pipeline.max_staleness, pipeline.push_every
     if given is None:
         return
@@ -56,16 +67,18 @@ def _age(config: Config) -> Iterator[Problem]:
         )
 
 
-def _pushes(config: Config) -> Iterator[Problem]:
-    every, evaluated = config.pipeline.push_every, config.train.eval_every
-    if config.rollout.colocate and every > 1:
+def _pushes(
+    pipeline: PipelineConfig, train: TrainConfig, rollout: RolloutConfig, task: TaskConfig
+) -> Iterator[Problem]:
+    every, evaluated = pipeline.push_every, train.eval_every
+    if rollout.colocate and every > 1:
         yield Problem(
             "rollout.colocate",
             "an engine that lends its memory to the learner gets it back with a push, which not every step makes",
             got=f"true with pipeline.push_every={every}",
             expected="pipeline.push_every=1",
         )
-    if evaluated % every and config.rollout.traits.has_weights and config.task.has_evaluation:
+    if evaluated % every and rollout.traits.has_weights and task.has_evaluation:
         yield Problem(
             "train.eval_every",
             "the engine is evaluated, which has the learner's weights only after a push",
@@ -74,17 +87,17 @@ def _pushes(config: Config) -> Iterator[Problem]:
         )
 
 
-def _rolling(config: Config) -> Iterator[Problem]:
-    if not config.pipeline.rolling_push:
+def _rolling(rollout: RolloutConfig, pipeline: PipelineConfig) -> Iterator[Problem]:
+    if not pipeline.rolling_push:
         return
-    if config.rollout.router:
+    if rollout.router:
         yield Problem(
             "pipeline.rolling_push",
             "behind a router nobody knows which server a sample reaches, so all servers get weights at the same time",
             got="true with rollout.router",
             expected="false, or no router",
         )
-    if config.pipeline.partial == "interrupt":
+    if pipeline.partial == "interrupt":
         yield Problem(
             "pipeline.rolling_push",
             "an interrupted sample could go on under older weights than it began with, at a server that waits its turn",
@@ -93,8 +106,7 @@ def _rolling(config: Config) -> Iterator[Problem]:
         )
 
 
-def _reuse(config: Config) -> Iterator[Problem]:
-    pipeline = config.pipeline
+def _reuse(pipeline: PipelineConfig) -> Iterator[Problem]:
     if not pipeline.reuse_groups:
         return
     got = f"{pipeline.reuse_groups} with pipeline.mode={pipeline.mode}"
@@ -114,18 +126,24 @@ def _reuse(config: Config) -> Iterator[Problem]:
         )
 
 
-def _stream(config: Config) -> Iterator[Problem]:
+def _stream(
+    learner: LearnerConfig,
+    optimizer: OptimizerConfig,
+    rollout: RolloutConfig,
+    advantage: AdvantageConfig,
+    pipeline: PipelineConfig,
+) -> Iterator[Problem]:
     """Whoever needs the whole step before its first update cannot be given it in parts."""
-    learner, optimizer, name = config.learner, config.optimizer, config.advantage.name
-    if not config.pipeline.stream or learner.minibatches == 1:
+    name = advantage.name
+    if not pipeline.stream or learner.minibatches == 1:
         return
-    prompts = config.rollout.prompts_per_step
+    prompts = rollout.prompts_per_step
     needs = [
         (f"learner.epochs={learner.epochs}, which goes over the whole step again", learner.epochs > 1),
         (f"optimizer.ess_scale={optimizer.ess_scale}, which weighs the whole step", optimizer.ess_scale != "off"),
         ("optimizer.surge_limit, which reads the step's mean length", optimizer.surge_limit is not None),
         (f"advantage.name={name}, which is whitened over the whole step", ADVANTAGES[name].whitens),
-        ("rollout.colocate=true, where nothing is sampled while the learner works", config.rollout.colocate),
+        ("rollout.colocate=true, where nothing is sampled while the learner works", rollout.colocate),
         (
             f"learner.minibatches={learner.minibatches}, which do not share {prompts} prompts evenly",
             prompts % learner.minibatches > 0,
@@ -141,14 +159,16 @@ def _stream(config: Config) -> Iterator[Problem]:
             )
 
 
-def _average(config: Config) -> Iterator[Problem]:
+def _average(
+    replay: ReplayConfig, pipeline: PipelineConfig, optimizer: OptimizerConfig, kl: KlConfig, advantage: AdvantageConfig
+) -> Iterator[Problem]:
     """Whoever reads the anchor as the policy that trains would read the average."""
     readers = [
-        ("replay.mode=R2, which replays the routes of the anchor pass", config.replay.mode == "R2"),
-        (f"pipeline.behavior={config.pipeline.behavior}", not config.pipeline.has_anchor_pass),
-        ("kl.where=reward", config.kl.coef > 0 and config.kl.where == "reward"),
-        (f"optimizer.ess_scale={config.optimizer.ess_scale}", config.optimizer.ess_scale != "off"),
-        (f"advantage.name={config.advantage.name}", ADVANTAGES[config.advantage.name].reads_ratios),
+        ("replay.mode=R2, which replays the routes of the anchor pass", replay.mode == "R2"),
+        (f"pipeline.behavior={pipeline.behavior}", not pipeline.has_anchor_pass),
+        ("kl.where=reward", kl.coef > 0 and kl.where == "reward"),
+        (f"optimizer.ess_scale={optimizer.ess_scale}", optimizer.ess_scale != "off"),
+        (f"advantage.name={advantage.name}", ADVANTAGES[advantage.name].reads_ratios),
     ]
     for reader, found in readers:
         if found:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import RolloutConfig
 
 KEY = "rollout.server.extra_args"
 
@@ -50,11 +50,11 @@ BREAKS: Mapping[str, str] = MappingProxyType(
 """Arguments with which the records would be incomplete, or would not say what happened."""
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(rollout: RolloutConfig) -> Iterator[Problem]:
     """Arguments that replace what a run relies on; none where no server is started."""
-    if not config.rollout.starts_server:
+    if not rollout.starts_server:
         return
-    for argument in config.rollout.server.extra_args:
+    for argument in rollout.server.extra_args:
         name = argument.partition("=")[0]
         known = name if name in SETTINGS or name in BREAKS else _meant(name)
         if known in SETTINGS:

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, TaskConfig
+from moe_trm.config.schema import Config, EvalConfig, RolloutConfig, TaskConfig, TrainConfig
 
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
-    return [*_task(config), *_evaluation(config)]
+    return [*_task(config.task, config.rollout, config.train), *_evaluation(config.eval, config.task)]
 
 
-def _task(config: Config) -> Iterator[Problem]:
-    task, agent = config.task, config.rollout.agent
+def _task(task: TaskConfig, rollout: RolloutConfig, train: TrainConfig) -> Iterator[Problem]:
+    agent = rollout.agent
     if task.reads_prompts and not task.prompts:
         yield Problem(
             "task.prompts",
@@ -25,7 +25,7 @@ def _task(config: Config) -> Iterator[Problem]:
         )
     for key, name, words in (
         ("task.reward", task.reward, "exact, math_verify, "),
-        ("rollout.function", config.rollout.function, ""),
+        ("rollout.function", rollout.function, ""),
         ("rollout.agent", agent if isinstance(agent, str) else None, "a list (a command line), "),
     ):
         if name is not None and name not in ("exact", "math_verify") and not _names_a_function(name):
@@ -42,11 +42,11 @@ def _task(config: Config) -> Iterator[Problem]:
             got=str(list(agent)),
             expected="a program and its arguments, e.g. [python, my_agent.py]",
         )
-    if config.rollout.function is not None and agent is not None:
+    if rollout.function is not None and agent is not None:
         yield Problem(
             "rollout.agent",
             "a sample is made by a rollout function or by an agent",
-            got=f"{agent} and rollout.function={config.rollout.function}",
+            got=f"{agent} and rollout.function={rollout.function}",
             expected="one of the two keys",
         )
     if task.template is not None and "{prompt}" not in task.template:
@@ -56,11 +56,11 @@ def _task(config: Config) -> Iterator[Problem]:
             got=repr(task.template),
             expected="a text with {prompt} in it",
         )
-    if config.train.eval_every and not task.has_evaluation:
+    if train.eval_every and not task.has_evaluation:
         yield Problem(
             "train.eval_every",
             "there is nothing to evaluate on",
-            got=str(config.train.eval_every),
+            got=str(train.eval_every),
             expected="0",
             fix="set task.eval_prompts" if task.reads_prompts else "set task.eval_size above 0",
         )
@@ -71,9 +71,9 @@ def _names_a_function(name: str) -> bool:
     return bool(mark and place) and function.isidentifier()
 
 
-def _evaluation(config: Config) -> Iterator[Problem]:
-    settings = config.eval
-    for name in config.task.eval_sets:
+def _evaluation(evaluation: EvalConfig, task: TaskConfig) -> Iterator[Problem]:
+    settings = evaluation
+    for name in task.eval_sets:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             yield Problem(
                 "task.eval_sets",
@@ -81,7 +81,7 @@ def _evaluation(config: Config) -> Iterator[Problem]:
                 got=repr(name),
                 expected="letters, digits, dots, dashes and underscores",
             )
-    known = evaluation_metrics(config)
+    known = evaluation_metrics(evaluation, task)
     if settings.keep_best and settings.best_metric is not None and settings.best_metric not in known:
         yield Problem(
             "eval.best_metric",
@@ -92,11 +92,11 @@ def _evaluation(config: Config) -> Iterator[Problem]:
         )
 
 
-def evaluation_metrics(config: Config) -> list[str]:
+def evaluation_metrics(evaluation: EvalConfig, task: TaskConfig) -> list[str]:
     """Metrics of an evaluation of which more is better."""
-    k = config.eval.samples
-    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
-    metrics = [greedy_metric(config.task), "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
+    k = evaluation.samples
+    sets = ["eval/", *(f"eval/{name}/" for name in task.eval_sets)]
+    metrics = [greedy_metric(task), "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
     return [f"{prefix}{metric}" for prefix in sets for metric in metrics]
 
 
@@ -105,6 +105,6 @@ def greedy_metric(task: TaskConfig) -> str:
     return "accuracy" if task.right_or_wrong else "reward"
 
 
-def best_metric(config: Config) -> str:
+def best_metric(evaluation: EvalConfig, task: TaskConfig) -> str:
     """The metric whose highest value is the best evaluation."""
-    return config.eval.best_metric or f"eval/{greedy_metric(config.task)}"
+    return evaluation.best_metric or f"eval/{greedy_metric(task)}"

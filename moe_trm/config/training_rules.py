@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from moe_trm.config import pipeline_layout
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import (
+    AdvantageConfig,
+    Config,
+    KlConfig,
+    LearnerConfig,
+    LossConfig,
+    PipelineConfig,
+    ReplayConfig,
+)
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
@@ -17,9 +25,9 @@ def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
         *_batch(config),
-        *_kl(config),
+        *_kl(config.kl, config.advantage),
         *_optimizer(config),
-        *_parallel(config),
+        *_parallel(config.learner),
     ]
 
 
@@ -66,7 +74,7 @@ def _batch(config: Config) -> Iterator[Problem]:
             expected=f"a divisor of {config.rollout.prompts_per_step}",
         )
     if "routers" in needs(config.loss.name):
-        yield from _routers(config)
+        yield from _routers(config.learner, config.loss, config.pipeline, config.replay)
     if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
@@ -76,22 +84,24 @@ def _batch(config: Config) -> Iterator[Problem]:
         )
 
 
-def _routers(config: Config) -> Iterator[Problem]:
+def _routers(
+    learner: LearnerConfig, loss: LossConfig, pipeline: PipelineConfig, replay: ReplayConfig
+) -> Iterator[Problem]:
     """The needs of a loss that compares the routers' scores of two passes."""
-    name, learner = config.loss.name, config.learner
+    name = loss.name
     needed = [
-        ("replay.mode", config.replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
+        ("replay.mode", replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
         (
             "replay.missing",
-            config.replay.missing == "reject",
+            replay.missing == "reject",
             "native",
             "tokens without routes have other experts in each pass",
             "reject",
         ),
         (
             "pipeline.behavior",
-            config.pipeline.has_anchor_pass,
-            config.pipeline.recovery,
+            pipeline.has_anchor_pass,
+            pipeline.recovery,
             "the routers are compared with those of the anchor, and no pass is made for it",
             "snapshot or merged",
         ),
@@ -108,8 +118,7 @@ def _routers(config: Config) -> Iterator[Problem]:
             yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
 
 
-def _kl(config: Config) -> Iterator[Problem]:
-    kl = config.kl
+def _kl(kl: KlConfig, advantage: AdvantageConfig) -> Iterator[Problem]:
     if kl.controller == "adaptive" and kl.coef == 0:
         yield Problem(
             "kl.coef",
@@ -117,7 +126,7 @@ def _kl(config: Config) -> Iterator[Problem]:
             got="0 with kl.controller=adaptive",
             expected="a positive number, e.g. 0.001",
         )
-    if kl.coef and kl.where == "reward" and config.advantage.name == "gdpo":
+    if kl.coef and kl.where == "reward" and advantage.name == "gdpo":
         yield Problem(
             "kl.where",
             "gdpo compares named rewards one by one, and the KL lowers their sum",
@@ -176,8 +185,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             )
 
 
-def _parallel(config: Config) -> Iterator[Problem]:
-    parallel = config.learner.parallel
+def _parallel(learner: LearnerConfig) -> Iterator[Problem]:
+    parallel = learner.parallel
     if parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
             "learner.parallel.virtual_pipeline",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_trm.corrections.decision import check_band, exponential, keep_rows
 from moe_trm.corrections.evidence import Evidence, RowDecision
-from moe_trm.corrections.row_scores import NO_SIGN, check_score, signed_score, unscored
+from moe_trm.corrections.row_scores import NO_SIGN, Score, check_score, signed_score, unscored
 from moe_trm.corrections.rule import rule
 
 
@@ -23,7 +23,7 @@ def geometric_mask(
     *,
     low: float = 0.999,
     high: float = 1.001,
-    score: str = "mean",
+    score: Score = "mean",
     ln_delta: float | None = None,
 ) -> RowDecision:
     """Keep row i iff low <= rho_geo <= high, rho_geo = exp(mean_t log rho_t), the geometric mean of the token ratios.

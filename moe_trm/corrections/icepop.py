@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_trm.corrections.decision import check_band, exponential, weigh, weigh_rows
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
-from moe_trm.corrections.row_scores import NO_SIGN, check_score, signed_score, unscored
+from moe_trm.corrections.row_scores import NO_SIGN, Score, check_score, signed_score, unscored
 from moe_trm.corrections.rule import rule
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
@@ -23,7 +24,12 @@ from moe_trm.ratios import clamp_log_ratio
     weighs=True,
 )
 def icepop(
-    evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 5.0, weight: str = "ratio"
+    evidence: Evidence,
+    log_ratio: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+    weight: Literal["ratio", "one"] = "ratio",
 ) -> Correction:
     """IcePop: M(k_t) = k_t if low <= k_t <= high, else 0, for the engine ratio k_t. Both bounds belong to the band.
 
@@ -36,8 +42,6 @@ def icepop(
     there.
     """
     check_band("icepop", low, high)
-    if weight not in ("ratio", "one"):
-        raise ConfigError("unknown weight form", where="correction icepop, weight", got=weight, expected="ratio, one")
     ratio = clamp_log_ratio(log_ratio).exp()
     keep = (ratio >= low) & (ratio <= high)
     decision = weigh(ratio if weight == "ratio" else torch.ones_like(ratio), evidence.mask, keep)
@@ -56,9 +60,9 @@ def seq_icepop(
     *,
     low: float = 0.5,
     high: float = 5.0,
-    score: str = "mean",
+    score: Score = "mean",
     ln_delta: float | None = None,
-    weight: str = "ratio",
+    weight: Literal["ratio", "one"] = "ratio",
 ) -> RowDecision:
     """IcePop on rows: M(k_i) = k_i if low <= k_i <= high, else 0, with k_i = exp(score of log rho_t).
 
@@ -72,10 +76,6 @@ def seq_icepop(
     """
     check_band("seq_icepop", low, high)
     check_score("seq_icepop", score, ln_delta, impossible={"ser": NO_SIGN})
-    if weight not in ("ratio", "one"):
-        raise ConfigError(
-            "unknown weight form", where="correction seq_icepop, weight", got=weight, expected="ratio, one"
-        )
     if weight == "ratio" and score not in ("mean", "sum"):
         raise ConfigError(
             "only the product of the token ratios and their geometric mean are the ratio of a row",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from moe_trm.corrections.decision import check_positive, weigh
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import rule
-from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
 SURE = 1e-6
@@ -24,7 +24,9 @@ SURE = 1e-6
     weighs=True,
     readable=("engine", "merged", "total"),
 )
-def kpop(evidence: Evidence, log_ratio: Tensor, *, max_kl: float = 0.1, weight: str = "one") -> Correction:
+def kpop(
+    evidence: Evidence, log_ratio: Tensor, *, max_kl: float = 0.1, weight: Literal["one", "ratio"] = "one"
+) -> Correction:
     """KPop: keep token t iff D(p || q) <= max_kl and D(q || p) <= max_kl, q its probability in the rollout and p the
     learner's, D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
 
@@ -39,8 +41,6 @@ def kpop(evidence: Evidence, log_ratio: Tensor, *, max_kl: float = 0.1, weight: 
     When: IcePop masks ever less while the gap between the engines grows, or masks mostly unlikely tokens.
     """
     check_positive("kpop", "max_kl", max_kl)
-    if weight not in ("one", "ratio"):
-        raise ConfigError("unknown weight form", where="correction kpop, weight", got=weight, expected="one, ratio")
     rollout = evidence.ratios.rollout_logprobs
     score = bidirectional_binary_kl(rollout + log_ratio, rollout)
     keep = (score <= max_kl) & log_ratio.isfinite()

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.decision import weigh
 from moe_trm.corrections.evidence import Correction, Evidence
-from moe_trm.corrections.row_scores import check_score, drop_score, unscored
+from moe_trm.corrections.row_scores import Divergence, Score, check_score, drop_score, unscored
 from moe_trm.corrections.rows import over_tokens
 from moe_trm.corrections.rule import rule
 
@@ -21,8 +21,8 @@ def opsm(
     log_ratio: Tensor,
     *,
     delta: float,
-    score: str = "mean",
-    divergence: str = "sampled",
+    score: Score = "mean",
+    divergence: Divergence = "sampled",
     ln_delta: float | None = None,
 ) -> Correction:
     """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.

@@ -8,6 +8,7 @@ has thinned. Shape letters: B sequences, T tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,20 +23,20 @@ from moe_trm.corrections.decision import (
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.row_scores import ESTIMATORS, reduced
 from moe_trm.corrections.rule import RegisteredRule, Scope, rule
-from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
 
 def _band(level: str) -> RegisteredRule:
     def function(
-        evidence: Evidence, log_ratio: Tensor, *, low: float, high: float, orientation: str = "verl"
+        evidence: Evidence,
+        log_ratio: Tensor,
+        *,
+        low: float,
+        high: float,
+        orientation: Literal["verl", "ratio"] = "verl",
     ) -> Correction | RowDecision:
         check_band(f"{level}_k1", low, high)
         check_positive(f"{level}_k1", "low", low)
-        if orientation not in ("verl", "ratio"):
-            raise ConfigError(
-                "unknown orientation", where=f"correction {level}_k1", got=orientation, expected="verl, ratio"
-            )
         k1 = _statistic_of(level, "k1", log_ratio, evidence)
         tested = k1 if orientation == "verl" else -k1
         keep = (tested >= logarithm(low)) & (tested <= logarithm(high))

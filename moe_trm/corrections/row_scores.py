@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -30,7 +31,9 @@ from moe_trm.corrections.rows import num_tokens, over_tokens, row_max, row_sum, 
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
-SCORES = ("max", "mean", "sum", "ln", "ser")
+Score = Literal["max", "mean", "sum", "ln", "ser"]
+Divergence = Literal["sampled", "exact"]
+SCORES: tuple[Score, ...] = get_args(Score)
 NO_SIGN = "ser averages abs(w - 1), which has no sign: it cannot say on which side of a band of ratios a row lies"
 NO_RATIO = "ser averages abs(w - 1) over both directions, and a veto compares ratios with a lowest one"
 
@@ -56,7 +59,7 @@ def divergence_score(
     `sampled`: d = k2 for `max`, k3 for `mean` and `sum`, abs(w - 1) for `ln` and `ser`. `exact`: d = KL(mu || pi) of
     each context for the first three. For the others it is min(2, sqrt(2 KL)), which is at least E_mu abs(w - 1).
     """
-    if not _is_exact(divergence):
+    if divergence != "exact":
         values = ESTIMATORS[_DIVERGENCE[score]](clamp_log_ratio(log_ratio))
     elif score in ("max", "mean", "sum"):
         values = exact_kl(evidence)
@@ -73,7 +76,7 @@ def drop_score(
     """Loss of likelihood of a row, `[B]`: d = -log w, or with `exact` its expectation KL(mu || pi)."""
     if score == "ser":
         return divergence_score(score, evidence, log_ratio, divergence)
-    values = exact_kl(evidence) if _is_exact(divergence) else -clamp_log_ratio(log_ratio)
+    values = exact_kl(evidence) if divergence == "exact" else -clamp_log_ratio(log_ratio)
     return reduced(values, evidence, score, ln_delta)
 
 
@@ -100,7 +103,7 @@ def reduced(values: Tensor, evidence: Evidence, reduction: str, ln_delta: float 
 def check_score(
     rule: str, score: str, ln_delta: float | None, *, impossible: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Refuse a score that is unknown or that the rule cannot use, and an `ln_delta` that is missing or idle.
+    """Refuse a score that the rule cannot use, and an `ln_delta` that is missing or idle.
 
     `impossible`: scores that the rule cannot use, with the reason.
     """
@@ -109,8 +112,6 @@ def check_score(
         raise ConfigError(
             f"this score is not possible here: {impossible[score]}", where=where, got=score, expected=", ".join(known)
         )
-    if score not in SCORES:
-        raise ConfigError("unknown score", where=where, got=score, expected=", ".join(known))
     if (score == "ln") != (ln_delta is not None):
         raise ConfigError(
             "score=ln needs ln_delta, the assumed bound of the token KL in nats, which has no published value"
@@ -130,12 +131,6 @@ def unscored(score: str, evidence: Evidence) -> summable.Summable:
         return {}
     lengths = evidence.ratios.packing.lengths
     return summable.fraction("unscored_fraction", lengths == 1, lengths > 0)
-
-
-def _is_exact(divergence: str) -> bool:
-    if divergence not in ("sampled", "exact"):
-        raise ConfigError("unknown divergence", where="correction", got=divergence, expected="sampled, exact")
-    return divergence == "exact"
 
 
 def exact_kl(evidence: Evidence) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,12 @@ from moe_trm.ratios import clamp_log_ratio
     rejects=False,
 )
 def token_tis(
-    evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: float = 0.0, tokens: str = "all"
+    evidence: Evidence,
+    log_ratio: Tensor,
+    *,
+    cap: float = 2.0,
+    floor: float = 0.0,
+    tokens: Literal["all", "post_tool"] = "all",
 ) -> Correction:
     """Token-level truncated importance sampling: w_t = clip(rho_t, floor, cap).
 
@@ -40,8 +46,6 @@ def token_tis(
     correction to try.
     """
     check_band("token_tis", floor, cap)
-    if tokens not in ("all", "post_tool"):
-        raise ConfigError("unknown tokens", where="correction token_tis, tokens", got=tokens, expected="all, post_tool")
     clamped = clamp_log_ratio(log_ratio)
     ratio = clamped.exp()
     weighed = evidence.mask if tokens == "all" else evidence.mask & _after_tools(evidence)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, exponential, keep_rows, logarithm
 from moe_trm.corrections.evidence import Evidence, RowDecision
-from moe_trm.corrections.row_scores import NO_RATIO, check_score, drop_score, reduced, unscored
+from moe_trm.corrections.row_scores import NO_RATIO, Score, check_score, drop_score, reduced, unscored
 from moe_trm.corrections.rows import over_tokens
 from moe_trm.corrections.rule import rule
 
@@ -20,7 +20,7 @@ def token_veto(
     log_ratio: Tensor,
     *,
     min_ratio: float = 1e-4,
-    score: str = "max",
+    score: Score = "max",
     ln_delta: float | None = None,
 ) -> RowDecision:
     """Keep row i iff min_t rho_t >= min_ratio (WTRS). One-sided: large ratios never veto.

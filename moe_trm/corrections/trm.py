@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, keep_rows, weigh_rows
 from moe_trm.corrections.evidence import Evidence, RowDecision
-from moe_trm.corrections.row_scores import check_score, divergence_score, unscored
+from moe_trm.corrections.row_scores import Divergence, Score, check_score, divergence_score, unscored
 from moe_trm.corrections.rule import rule
 
 
@@ -26,8 +26,8 @@ def trm(
     log_ratio: Tensor,
     *,
     max_score: float,
-    score: str = "mean",
-    divergence: str = "sampled",
+    score: Score = "mean",
+    divergence: Divergence = "sampled",
     ln_delta: float | None = None,
 ) -> RowDecision:
     """Trust-region masking with any score: keep row i iff score_i <= max_score.
@@ -46,7 +46,7 @@ def trm(
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_kl": quantile})
-def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence: str = "sampled") -> RowDecision:
+def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence: Divergence = "sampled") -> RowDecision:
     """TRM-Max: keep row i iff max_t d_t <= max_kl.
 
     `divergence="sampled"`: d = k2 = (log w)^2 / 2, symmetric in w and 1/w, from the sampled token alone.
@@ -62,7 +62,9 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"mean_kl": quantile})
-def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence: str = "sampled") -> RowDecision:
+def trm_avg(
+    evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence: Divergence = "sampled"
+) -> RowDecision:
     """TRM-Avg: keep row i iff mean_t d_t <= mean_kl.
 
     `divergence="sampled"`: d = k3 = w - 1 - log w, never negative and unbiased, E_mu[k3] = KL(mu || pi_theta).
@@ -82,7 +84,7 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
     calibrate=lambda worst, average: {"max_kl": worst, "mean_kl": average},
 )
 def trm_max_avg(
-    evidence: Evidence, log_ratio: Tensor, *, max_kl: float, mean_kl: float, divergence: str = "sampled"
+    evidence: Evidence, log_ratio: Tensor, *, max_kl: float, mean_kl: float, divergence: Divergence = "sampled"
 ) -> RowDecision:
     """TRM-Max&Avg: keep row i iff TRM-Max and TRM-Avg both keep it, which allows looser thresholds for each.
 
@@ -115,9 +117,9 @@ def trm_soft(
     log_ratio: Tensor,
     *,
     max_score: float,
-    score: str = "mean",
+    score: Score = "mean",
     power: float = 1.0,
-    divergence: str = "sampled",
+    divergence: Divergence = "sampled",
     ln_delta: float | None = None,
 ) -> RowDecision:
     """Trust-region masking that fades: w_i = min(1, max_score / score_i)^power on every token of row i.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AgentConfig, Config, ModelConfig
 from moe_trm.doctor.checks import Check, attempt
 from moe_trm.rollout.agents.continuity import cut, situations
 from moe_trm.rollout.agents.template import ChatTemplate
@@ -16,16 +16,16 @@ NAME = "chat template"
 def chat_template(config: Config) -> Iterator[Check]:
     """The check of a run with an agent; none elsewhere."""
     if config.rollout.agent is not None:
-        yield attempt(NAME, lambda: look(config))
+        yield attempt(NAME, lambda: look(config.model, config.agent))
 
 
-def look(config: Config) -> Check:
+def look(model: ModelConfig, agent: AgentConfig) -> Check:
     """Each situation in which ids go on, and each in which a branch is cut. Raises `CheckpointError`."""
-    tokens = Tokens(config.model.checkpoint)
+    tokens = Tokens(model.checkpoint)
     if not tokens.has_chat_template:
         return Check(NAME, "skip", "the tokenizer has none; completions go on behind the sampled ids without it")
-    thinks = config.agent.reasoning_parser is not None
-    found = situations(ChatTemplate(tokens), tools=config.agent.tool_parser is not None, thinks=thinks)
+    thinks = agent.reasoning_parser is not None
+    found = situations(ChatTemplate(tokens), tools=agent.tool_parser is not None, thinks=thinks)
     going = "goes on behind the sampled ids at " + ", ".join(one.name for one in found if not one.why)
     lines = [f"begins another branch at {one.name}: {one.why}" for one in cut(found)]
     return Check(

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import CheckpointConfig, Config, LearnerConfig, RolloutConfig, SyncConfig
 from moe_trm.doctor.checks import Check
 
 TESTED = {
@@ -33,13 +33,13 @@ BYTES_PER_PUSH = 2
 def environment(config: Config) -> Iterator[Check]:
     """Every check that needs neither engine nor checkpoint tensors."""
     yield _python()
-    yield from _packages(config)
-    yield _devices(config)
+    yield from _packages(config.rollout, config.learner)
+    yield _devices(config.rollout)
     size = checkpoint_bytes(Path(config.model.checkpoint))
     yield _memory(size)
-    yield _shared_memory(config, size)
-    yield _disk(config, size)
-    yield _port(config)
+    yield _shared_memory(config.sync, config.rollout, size)
+    yield _disk(config.run_dir, config.checkpoint, size)
+    yield _port(config.rollout)
 
 
 def checkpoint_bytes(folder: Path) -> int:
@@ -55,10 +55,10 @@ def _python() -> Check:
     return Check("python", "warn", f"{says}; tested with 3.11 and 3.12", "make a virtual environment with one of these")
 
 
-def _packages(config: Config) -> Iterator[Check]:
-    needed = set() if config.rollout.attached else {*config.rollout.traits.packages}
+def _packages(rollout: RolloutConfig, learner: LearnerConfig) -> Iterator[Check]:
+    needed = set() if rollout.attached else {*rollout.traits.packages}
     needed |= {"torch", "transformers", "safetensors"} | (
-        {"megatron-core"} if config.learner.backend == "megatron" else {"deepspeed"}
+        {"megatron-core"} if learner.backend == "megatron" else {"deepspeed"}
     )
     for name in sorted(needed):
         try:
@@ -71,9 +71,9 @@ def _packages(config: Config) -> Iterator[Check]:
         yield Check(name, "ok" if same else "warn", found if same else f"{found}; tested with {tested}")
 
 
-def _devices(config: Config) -> Check:
+def _devices(rollout: RolloutConfig) -> Check:
     if not torch.cuda.is_available():
-        wanted = config.rollout.server.device == "cuda"
+        wanted = rollout.server.device == "cuda"
         return Check(
             "devices",
             "fail" if wanted else "ok",
@@ -98,9 +98,9 @@ def _memory(size: int) -> Check:
     return Check("memory", "fail", f"{says}, about {need / GIB:.1f} GiB needed", "use a smaller model or more memory")
 
 
-def _shared_memory(config: Config, size: int) -> Check:
-    folder = Path(config.sync.dir) if config.sync.dir else Path("/dev/shm")
-    if config.sync.method == "distributed" or not config.rollout.traits.has_weights:
+def _shared_memory(sync: SyncConfig, rollout: RolloutConfig, size: int) -> Check:
+    folder = Path(sync.dir) if sync.dir else Path("/dev/shm")
+    if sync.method == "distributed" or not rollout.traits.has_weights:
         return Check("weight pushes", "skip", "they use no files")
     if not folder.is_dir():
         return Check(
@@ -118,15 +118,15 @@ def _shared_memory(config: Config, size: int) -> Check:
     )
 
 
-def _disk(config: Config, size: int) -> Check:
-    folder = Path(config.checkpoint.dir or config.run_dir).resolve()
+def _disk(run_dir: str, checkpoint: CheckpointConfig, size: int) -> Check:
+    folder = Path(checkpoint.dir or run_dir).resolve()
     while not folder.exists():
         folder = folder.parent
     # Float32 weights and two moments of each checkpoint that is kept, one more while it is written, and the export.
     per_checkpoint = 6 * size
-    need = per_checkpoint * (config.checkpoint.keep + 1) + size
+    need = per_checkpoint * (checkpoint.keep + 1) + size
     free = shutil.disk_usage(folder).free
-    says = f"{free / GIB:.1f} GiB free for {config.run_dir}"
+    says = f"{free / GIB:.1f} GiB free for {run_dir}"
     if free >= need:
         return Check("disk", "ok", says)
     return Check(
@@ -134,9 +134,9 @@ def _disk(config: Config, size: int) -> Check:
     )
 
 
-def _port(config: Config) -> Check:
-    server = config.rollout.server
-    if not config.rollout.starts_server:
+def _port(rollout: RolloutConfig) -> Check:
+    server = rollout.server
+    if not rollout.starts_server:
         return Check("port", "skip", "no server is started")
     if server.port == 0:
         return Check("port", "ok", "any free one")

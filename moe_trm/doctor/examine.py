@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, CorrectionConfig, ModelConfig, ReplayConfig, RolloutConfig, SyncConfig
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
@@ -87,9 +87,9 @@ def examine(
         add(Check("zero-update probe", "fail", error.what, error.fix))
         return found
     found.finding = find_cause(probed.measurements, config.rollout.rounds_weights)
-    for check in _after(config, probed, found.finding):
+    for check in _after(config.rollout, config.keeps_masks, config.sync, config.replay, probed, found.finding):
         add(check)
-    found.advice = _advice(config, found.finding)
+    found.advice = _advice(config.replay, config.correction, found.finding)
     return found
 
 
@@ -99,7 +99,7 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
         yield attempt("checkpoint, layout, corrections, loss", lambda: _launch(config, world_size))
     else:
         yield from without_weights(config, world_size)
-    yield attempt("tokenizer", lambda: _tokenizer(config))
+    yield attempt("tokenizer", lambda: _tokenizer(config.model))
     yield from chat_template(config)
     yield from attached(config)
 
@@ -129,16 +129,18 @@ def _launch(config: Config, world_size: int) -> str:
     return f"accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
 
 
-def _tokenizer(config: Config) -> str:
-    tokens = Tokens(config.model.checkpoint)
+def _tokenizer(model: ModelConfig) -> str:
+    tokens = Tokens(model.checkpoint)
     return f"{tokens.vocab_size} ids, stops at {', '.join(map(str, tokens.stop_token_ids))}"
 
 
-def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
+def _after(
+    rollout: RolloutConfig, keeps_masks: bool, sync: SyncConfig, replay: ReplayConfig, probed: Probed, finding: Finding
+) -> Iterator[Check]:
     seen, measurements = probed.metrics, probed.measurements
     yield _requests(seen, len(measurements))
-    if config.rollout.traits.has_weights:
-        yield _push(config)
+    if rollout.traits.has_weights:
+        yield _push(sync, rollout)
     yield Check(
         "replay",
         "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
@@ -148,9 +150,7 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     tokens = ProbeTokens(measurements.group, measurements.native, measurements.replayed, measurements.flipped_layers)
     figures = pooled(tokens, num_layers=measurements.num_layers)
     cast = seen.get("probe/cast_k3_kl")
-    rounded = (
-        "" if cast is None else f", of which rounding the weights to {config.rollout.server.dtype} makes {cast:.2g}"
-    )
+    rounded = "" if cast is None else f", of which rounding the weights to {rollout.server.dtype} makes {cast:.2g}"
     yield Check(
         "mismatch",
         "ok",
@@ -158,21 +158,18 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
         f"{figures['all/replayed_k3']} with the rollout's{rounded}; "
         f"{figures['layer_flip_rate'].value:.2%} of token-layers flip",
     )
-    yield _truncation(config, seen)
+    yield _truncation(rollout, keeps_masks, seen)
     status: Status = HARMLESS.get(finding.cause, "fail")
-    if finding.cause == "routing" and config.replay.mode == "R3":
+    if finding.cause == "routing" and replay.mode == "R3":
         status = "ok"
     yield Check(f"cause: {finding.cause}", status, finding.sentence, finding.config if status != "ok" else "")
 
 
-def _push(config: Config) -> Check:
-    if config.sync.verify:
+def _push(sync: SyncConfig, rollout: RolloutConfig) -> Check:
+    if sync.verify:
         return Check("weight push", "ok", "the engine's checksums are those of what the learner sent")
-    if config.rollout.quantization is not None:
-        rounds = (
-            "cannot be verified: the engine rounds what it is sent "
-            f"(rollout.quantization={config.rollout.quantization})"
-        )
+    if rollout.quantization is not None:
+        rounds = f"cannot be verified: the engine rounds what it is sent (rollout.quantization={rollout.quantization})"
         return Check("weight push", "warn", rounds)
     return Check("weight push", "warn", "not verified", "sync.verify=true")
 
@@ -190,11 +187,10 @@ def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:
     )
 
 
-def _truncation(config: Config, seen: dict[str, float] | object) -> Check:
+def _truncation(rollout: RolloutConfig, keeps_masks: bool, seen: dict[str, float] | object) -> Check:
     assert isinstance(seen, dict)
-    rollout = config.rollout
     truncates = rollout.truncates
-    if config.keeps_masks:
+    if keeps_masks:
         mass = seen.get("probe/kept_mass_mean")
         return Check(
             "sampling mask",
@@ -211,11 +207,11 @@ def _truncation(config: Config, seen: dict[str, float] | object) -> Check:
     )
 
 
-def _advice(config: Config, finding: Finding) -> list[str]:
+def _advice(replay: ReplayConfig, correction: CorrectionConfig, finding: Finding) -> list[str]:
     advice = [finding.config] if finding.config else []
     routed = finding.figures["native_k3"] > 2 * finding.figures["replayed_k3"] > 0
-    if routed and config.replay.mode == "none" and finding.cause in HARMLESS:
+    if routed and replay.mode == "none" and finding.cause in HARMLESS:
         advice.append("replay.mode=R3")
-    if finding.cause in HARMLESS and not config.correction.rules and config.correction.preset is None:
+    if finding.cause in HARMLESS and not correction.rules and correction.preset is None:
         advice.append("correction.rules=[{name: trm_max, target_reject_rate: 0.01}]")
     return list(dict.fromkeys(advice))

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RolloutConfig, TaskConfig
 from moe_trm.errors import ConfigError, refuse_together
 from moe_trm.rollout.sglang.port import held_port
 from moe_trm.tasks.rows import check_source
 
 
-def check_prompts(config: Config) -> None:
+def check_prompts(task: TaskConfig) -> None:
     """Every prompt file is there. Raises `ConfigError`."""
-    task = config.task
     if task.reads_prompts:
         sources = [task.prompts, task.eval_prompts, *task.eval_sets.values()]
         refuse_together(*(lambda source=source: check_source(source) for source in sources if source))
@@ -32,18 +31,18 @@ def check_folders(config: Config) -> None:
     refuse_together(*(lambda key=key, to=to: _writable(key, Path(to)) for key, to in named.items() if to))
 
 
-def check_server(config: Config) -> None:
+def check_server(rollout: RolloutConfig) -> None:
     """The rollout server of this machine has its device and its port. Raises `ConfigError`, `EngineError`."""
-    refuse_together(lambda: _device(config), lambda: _port(config))
+    refuse_together(lambda: _device(rollout), lambda: _port(rollout))
 
 
-def _port(config: Config) -> None:
-    with held_port(config.rollout.server.host, config.rollout.server.port):
+def _port(rollout: RolloutConfig) -> None:
+    with held_port(rollout.server.host, rollout.server.port):
         pass
 
 
-def _device(config: Config) -> None:
-    if config.rollout.server.device == "cuda" and not torch.cuda.is_available():
+def _device(rollout: RolloutConfig) -> None:
+    if rollout.server.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "this machine has no CUDA device for the rollout server",
             where="config key rollout.server.device",

@@ -67,7 +67,7 @@ def _layout_so_far(config: Config) -> str | None:
     padded rows.
     """
     resume, run_dir = config.checkpoint.resume, Path(config.run_dir) / config.name
-    own = CheckpointFolder(folder_of(config, run_dir))
+    own = CheckpointFolder(folder_of(config.checkpoint, run_dir))
     paths = [own.path(step) for step in own.steps()] if resume == "auto" else [Path(resume)] * (resume != "never")
     for path in paths:
         with suppress(CheckpointError):
@@ -80,7 +80,7 @@ def check_start(config: Config, *, world_size: int) -> None:
 
     Raises `EngineError` too, for a port that is taken.
     """
-    starts_server = [lambda: check_server(config)] if config.rollout.starts_server else []
+    starts_server = [lambda: check_server(config.rollout)] if config.rollout.starts_server else []
     refuse_together(*_needs(config), *starts_server)
     check_launch(config, world_size=world_size)
     try_task(config)
@@ -100,11 +100,11 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     check_quantised(config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     recipe(config)
-    check_trackers(config)
+    check_trackers(config.observe)
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
     if config.record.bundle and not restarted:
-        own = CheckpointFolder(folder_of(config, Path(config.run_dir) / config.name)).steps()
+        own = CheckpointFolder(folder_of(config.checkpoint, Path(config.run_dir) / config.name)).steps()
         check_not_anothers(
             Path(config.record.bundle),
             (config.run_dir, config.name),
@@ -116,7 +116,7 @@ def _needs(config: Config) -> list[Callable[[], object]]:
     """Requirements, each apart from the others."""
     return [
         lambda: read_hf_config(config.model.checkpoint),
-        lambda: check_prompts(config),
+        lambda: check_prompts(config.task),
         lambda: check_folders(config),
     ]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.build import agent_sampler, function_sampler, sampling_params
@@ -43,13 +43,15 @@ def try_task(config: Config) -> None:
         prompt, failure = failures[0]
         raise ConfigError(
             f"{failure.what}, tried on the prompt {prompt.prompt_id} with its expected answer",
-            where=_key(config, failure),
+            where=_key(config.rollout, failure),
             got=failure.got,
             expected=failure.expected,
             fix=failure.fix,
         ) from failure
     for prompt, failure in failures:
-        _log.warning("%s: %s on the prompt %s: %s", _key(config, failure), failure.what, prompt.prompt_id, failure.got)
+        _log.warning(
+            "%s: %s on the prompt %s: %s", _key(config.rollout, failure), failure.what, prompt.prompt_id, failure.got
+        )
 
 
 async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]]:
@@ -72,8 +74,8 @@ async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]
     return failures
 
 
-def _key(config: Config, failure: RecordRejected) -> str:
-    made_by = "rollout.agent" if config.rollout.agent is not None else "rollout.function"
+def _key(rollout: RolloutConfig, failure: RecordRejected) -> str:
+    made_by = "rollout.agent" if rollout.agent is not None else "rollout.function"
     return f"config key {'task.reward' if failure.reason.startswith('reward_') else made_by}"
 
 

@@ -31,12 +31,14 @@ def metric_problem(metric: str, config: Config) -> Problem | None:
                 expected="held-out prompts",
                 fix="set task.eval_prompts" if config.task.reads_prompts else "set task.eval_size above 0",
             )
-        known = evaluation_metrics(config)
+        known = evaluation_metrics(config.eval, config.task)
         return None if metric in known else _unknown(metric, known)
     patterns = [pattern for section in SECTIONS for chart in section.charts for pattern in chart.metrics]
     if matching(tuple(patterns), [metric]):
         return None
-    return _unknown(metric, [name for name, _ in patterns if "*" not in name] + evaluation_metrics(config))
+    return _unknown(
+        metric, [name for name, _ in patterns if "*" not in name] + evaluation_metrics(config.eval, config.task)
+    )
 
 
 def _unknown(metric: str, known: list[str]) -> Problem:

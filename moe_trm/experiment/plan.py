@@ -14,7 +14,7 @@ import torch
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import InvalidOverrideError, parse_override
 from moe_trm.config.problems import Problem, refuse
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RolloutConfig, SyncConfig
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.errors import ConfigError, MoeTrmError, refuse_together
 from moe_trm.experiment.file import ExperimentFile, read_file
@@ -196,7 +196,7 @@ def _server(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Pro
     """Arms that cannot share the server of the baseline."""
     first = _apart_from_place(configs[file.against])
     for arm, config in configs.items() if file.shared_server else ():
-        needs = _own_server(config)
+        needs = _own_server(config.rollout, config.sync)
         if needs:
             yield Problem("shared_server", f"runs of arm {arm} cannot share a server", got=needs, expected="false")
             continue
@@ -220,13 +220,13 @@ def _forks(file: ExperimentFile) -> Iterator[Problem]:
         )
 
 
-def _own_server(config: Config) -> str:
+def _own_server(rollout: RolloutConfig, sync: SyncConfig) -> str:
     """The reason why runs of `config` cannot share one server; empty where they can."""
-    if not config.rollout.starts_server:
+    if not rollout.starts_server:
         return "they start none"
-    if config.rollout.colocate:
+    if rollout.colocate:
         return "rollout.colocate=true"
-    return "" if config.sync.method == "disk" else f"sync.method={config.sync.method}"
+    return "" if sync.method == "disk" else f"sync.method={sync.method}"
 
 
 def _apart_from_place(config: Config) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from moe_trm.errors import ConfigError
 
@@ -26,20 +27,13 @@ def resolve(
 ) -> dict[str, Parameter]:
     """`given` over the defaults of `function`.
 
-    Unknown names, missing ones, NaN, words for numbers, and other than true and false for switches raise `ConfigError`.
+    Unknown names, missing ones, NaN and values that the parameter's annotation does not take raise `ConfigError`.
     """
     required, defaults = declared(function)
     for name, value in given.items():
         if name not in (*required, *defaults):
             raise unknown(what, name, (*required, *defaults), where)
-        switch = inspect.signature(function).parameters[name].annotation in (bool, "bool")
-        if isinstance(value, bool) != switch:
-            expected = "true or false" if switch else "a number or a word"
-            raise ConfigError(f"{what} is of another kind", where=f"{where}, {name}", got=value, expected=expected)
-        if isinstance(value, str) and _is_number(function, name):
-            raise ConfigError(f"{what} is not a number", where=f"{where}, {name}", got=value, expected="a number")
-        if isinstance(value, float) and math.isnan(value):
-            raise ConfigError(f"{what} is NaN", where=f"{where}, {name}", got=value)
+        _check(_hint(function, name, where), name, value, what=what, where=where)
     for name in required:
         if name not in given:
             raise ConfigError(
@@ -52,15 +46,37 @@ def resolve(
     return {**defaults, **given}
 
 
-def _is_number(function: Callable[..., Any], name: str) -> bool:
-    """True when the parameter is annotated, with no word among what it may be."""
+def _hint(function: Callable[..., Any], name: str, where: str) -> Any:
+    """The type of a parameter; a number or a word where it is not annotated."""
     annotation = inspect.signature(function).parameters[name].annotation
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    return (
-        annotation is not inspect.Parameter.empty
-        and bool({"float", "int"} & set(re.findall(r"\w+", text)))
-        and ("str" not in text)
-    )
+    if annotation is inspect.Parameter.empty:
+        return float | str | None
+    holder = type("Holder", (), {"__annotations__": {name: annotation}})
+    try:
+        return get_type_hints(holder, globalns=getattr(inspect.unwrap(function), "__globals__", {}))[name]
+    except (NameError, TypeError) as error:
+        raise ConfigError(
+            "the type of this parameter cannot be read",
+            where=f"{where}, {name}",
+            got=f"{annotation} ({error})",
+            expected="float, int, bool, str, Literal[...], or one of them or None",
+        ) from error
+
+
+def _check(hint: Any, name: str, value: Parameter, *, what: str, where: str) -> None:
+    """Refuse a value of another type. Numbers come from YAML as floats, whole ones of which are integers too."""
+    place = f"{where}, {name}"
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    try:
+        TypeAdapter(hint).validate_python(whole, strict=True)
+    except ValidationError as error:
+        if get_origin(hint) is Literal:
+            known = ", ".join(map(str, get_args(hint)))
+            raise ConfigError(f"unknown {name}", where=place, got=value, expected=known) from error
+        expected = " or ".join(found["msg"].removeprefix("Input should be ") for found in error.errors())
+        raise ConfigError(f"{what} is of another kind", where=place, got=value, expected=expected) from error
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{what} is NaN", where=place, got=value)
 
 
 def bind(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.rows import token_rank
-from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
@@ -23,7 +24,7 @@ def ctpo(
     high: float = 0.05,
     dual: float = 0.05,
     power: float = 0.5,
-    form: str = "cumulative",
+    form: Literal["cumulative", "geometric"] = "cumulative",
 ) -> TokenLoss:
     """CTPO: X = W max(-A e^l, -A e^{clip(l, -low n^p, high n^p)}), l = sg[c_t] + log pi - sg[log pi], c_t = sum_{u <=
     t} log r_u.
@@ -35,8 +36,6 @@ def ctpo(
     When: long answers, where a token's clip should depend on all that came before it.
     """
     require(min(low, high, dual) >= 0, "ctpo", "low, high, dual >= 0", low=low, high=high, dual=dual)
-    if form not in ("cumulative", "geometric"):
-        raise ConfigError("unknown form", where="loss ctpo, form", got=form, expected="cumulative, geometric")
     advantages, rank = inputs.advantages, token_rank(inputs.counted).clamp(min=1).to(log_ratio.dtype)
     prefix = clamp_log_ratio(log_ratio.detach()).cumsum(dim=1)
     level = prefix / rank if form == "geometric" else prefix

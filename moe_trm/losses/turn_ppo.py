@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,8 @@ def turn_ppo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    turn_ratio: str = "geometric",
-    normalize: str = "off",
+    turn_ratio: Literal["geometric", "product"] = "geometric",
+    normalize: Literal["off", "row"] = "off",
 ) -> TokenLoss:
     """Turn-level PPO: X = W max(-A_k sigma_k, -A_k clip(sigma_k, 1 - clip_low, 1 + clip_high)) / max(1, b_i).
 
@@ -39,8 +41,6 @@ def turn_ppo(
     and saturates on long turns.
     """
     require(clip_low >= 0 and clip_high >= 0, "turn_ppo", "both >= 0", clip_low=clip_low, clip_high=clip_high)
-    require(turn_ratio in ("geometric", "product"), "turn_ppo", "geometric, product", turn_ratio=turn_ratio)
-    require(normalize in ("off", "row"), "turn_ppo", "off, row", normalize=normalize)
     keep, width = inputs.keep, (clip_low + clip_high) / 2
     require(normalize == "off" or width > 0, "turn_ppo", "a clip above 0 to normalise by", normalize=normalize)
     clamped = clamp_log_ratio(log_ratio)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ObserveConfig, TrainConfig
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.prometheus import open_prometheus
@@ -29,12 +29,15 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     """
     path = run_dir / "metrics.jsonl"
     keep_steps(path, first_step)
-    others: dict[str, Sink] = {"terminal": _terminal(config), "servers": ServerLog(run_dir, first_step=first_step)}
+    others: dict[str, Sink] = {
+        "terminal": _terminal(config.name, config.observe, config.train),
+        "servers": ServerLog(run_dir, first_step=first_step),
+    }
     others |= {name: open_tracker(name, config, run_dir) for name in config.observe.sinks}
     if config.observe.prometheus_port:
         others["prometheus"] = open_prometheus(config.observe.prometheus_port)
     if config.observe.transcripts:
-        others["transcripts"] = open_transcripts(config, run_dir, first_step)
+        others["transcripts"] = open_transcripts(config.observe, config.model, run_dir, first_step)
     if config.observe.report:
         others["report"] = ReportPage(run_dir)
     sinks = [JsonLines(path), *(Guarded(sink, name) for name, sink in others.items())]
@@ -44,6 +47,6 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
         yield sinks
 
 
-def _terminal(config: Config) -> Sink:
-    live = config.observe.panel == "on" or (config.observe.panel == "auto" and sys.stdout.isatty())
-    return LivePanel(config.name, config.train.steps) if live else ProgressLines(config.train.steps)
+def _terminal(name: str, observe: ObserveConfig, train: TrainConfig) -> Sink:
+    live = observe.panel == "on" or (observe.panel == "auto" and sys.stdout.isatty())
+    return LivePanel(name, train.steps) if live else ProgressLines(train.steps)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ObserveConfig
 from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.errors import ConfigError
 from moe_trm.observe.sinks import Sink
@@ -110,9 +110,9 @@ TRACKERS: Mapping[str, Callable[[Config, Path], Sink]] = {
 }
 
 
-def check_trackers(config: Config) -> None:
+def check_trackers(observe: ObserveConfig) -> None:
     """Raise `ConfigError` when a library of `observe.sinks` is not installed. Imports none of them."""
-    missing = [name for name in config.observe.sinks if find_spec(name) is None]
+    missing = [name for name in observe.sinks if find_spec(name) is None]
     if missing:
         raise ConfigError(
             "a tracker's library is not installed",

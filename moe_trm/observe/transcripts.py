@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import ModelConfig, ObserveConfig
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.sinks import Sink
 from moe_trm.report.session_tree import tree_lines
@@ -71,18 +71,15 @@ class Transcripts(Sink):
         return self._decoder.pieces(transcript.row.record.tokens.tolist())
 
 
-def open_transcripts(config: Config, run_dir: Path, first_step: int) -> Transcripts:
+def open_transcripts(observe: ObserveConfig, model: ModelConfig, run_dir: Path, first_step: int) -> Transcripts:
     """As configured; `observe.transcripts` is above 0.
 
     What an earlier run of this name wrote after `first_step` is removed.
     """
-    observe = config.observe
     for path in (run_dir / "transcripts").glob("step-*.*"):
         if int(path.stem.removeprefix("step-")) > first_step:
             path.unlink()
-    return Transcripts(
-        run_dir, config.model.checkpoint, every=observe.transcripts, rollouts=observe.transcript_rollouts
-    )
+    return Transcripts(run_dir, model.checkpoint, every=observe.transcripts, rollouts=observe.transcript_rollouts)
 
 
 def choose(seen: Sequence[Transcript], most: int) -> list[Transcript]:

@@ -8,7 +8,7 @@ from functools import cache
 from shlex import quote
 from typing import Any
 
-from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
 from moe_trm.errors import ConfigError
 from moe_trm.plan.adapters import with_adapters
 from moe_trm.plan.cluster import Cluster, Serving, serving
@@ -120,7 +120,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     step_tokens = samples * (lengths.mean + lengths.prompt_tokens)
     trained_tokens = step_tokens * (1 + config.pipeline.reuse_groups / config.rollout.prompts_per_step)
-    tokens = micro_batch_tokens(config, lengths.prompt_tokens)
+    tokens = micro_batch_tokens(config.learner, config.rollout, lengths.prompt_tokens)
     scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
     keeps = config.keeps_masks
     load = Load(
@@ -130,7 +130,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         keeps,
         config.replay.mode != "none",
         assumptions.other_gb,
-        rows=_rows(config, tokens, lengths.prompt_tokens),
+        rows=_rows(config.batch, config.rollout, tokens, lengths.prompt_tokens),
         kept_ids=assumptions.kept_ids,
     )
     room = cluster.gpu.memory_gb * 1e9
@@ -192,11 +192,11 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     )
 
 
-def _rows(config: Config, tokens: int, prompt_tokens: float) -> int:
+def _rows(batch: BatchConfig, rollout: RolloutConfig, tokens: int, prompt_tokens: float) -> int:
     """Rows of the largest micro-batch; a pack is one."""
-    if config.batch.layout == "packed":
+    if batch.layout == "packed":
         return 1
-    longest = config.rollout.max_tokens or int(config.rollout.max_new_tokens + prompt_tokens)
+    longest = rollout.max_tokens or int(rollout.max_new_tokens + prompt_tokens)
     return max(1, tokens // longest)
 
 

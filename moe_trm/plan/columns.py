@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_trm.batch.partition import cost, partition
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LearnerConfig
 
 DEFAULT_ROWS = 32
 """Rows of a micro-batch where neither rows nor tokens are given (`moe_trm/batch/plan.py`)."""
 
 
-def data_ranks(config: Config, world: int) -> int:
+def data_ranks(learner: LearnerConfig, world: int) -> int:
     """Ranks that take rows of their own."""
-    learner = config.learner
     if learner.backend == "deepspeed":
         return world
     return max(1, world // (learner.parallel.tensor * learner.parallel.pipeline * learner.parallel.context))
@@ -35,7 +34,7 @@ def columns_per_token(config: Config, lengths: Sequence[int], world: int) -> flo
         context = learner.parallel.context if learner.backend == "megatron" else 1
         multiple = 2 * context if context > 1 else 1
         return sum(-(-length // multiple) * multiple for length in lengths) / real
-    ranks, computed = data_ranks(config, world), 0
+    ranks, computed = data_ranks(config.learner, world), 0
     for start in range(learner.minibatches):
         mini = sorted(lengths[start :: learner.minibatches], reverse=True)
         if budget := learner.micro_batch_tokens:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.config.load import load
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import ModelConfig, RolloutConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.plan.build import Assumptions, build
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when learner and servers fit their memory, 1 otherwise."""
     gpu = gpu_of(args.gpu)
     config = load(args.config, args.overrides)
-    hf, where = _hf_config(config, args.hf_config)
+    hf, where = _hf_config(config.model, args.hf_config)
     if args.nodes < 1 or args.gpus < 1 or args.server_nodes < 1:
         raise ConfigError(
             "no such machine",
@@ -75,30 +75,30 @@ def run(args: argparse.Namespace) -> int:
     own = {"memory_gb": args.memory_gb, "bandwidth_gb_s": args.bandwidth_gb_s, "tflops": args.tflops}
     gpu = replace(gpu, **{name: value for name, value in own.items() if value is not None})
     cluster = Cluster(args.nodes, args.gpus, gpu, args.server_nodes)
-    plan = build(config, hf, cluster, _assumptions(args, config), where)
+    plan = build(config, hf, cluster, _assumptions(args, config.rollout), where)
     print(page(plan))
     if args.json:
         args.json.write_text(json.dumps(as_data(plan), indent=2) + "\n", encoding="utf-8")
     return 0 if plan.fits else 1
 
 
-def _assumptions(args: argparse.Namespace, config: Config) -> Assumptions:
+def _assumptions(args: argparse.Namespace, rollout: RolloutConfig) -> Assumptions:
     efficiency = Efficiency(
         args.decode_bandwidth, args.mfu, args.load_gb_s, args.rollout_tokens_s, args.learner_tokens_s, args.sharing
     )
-    return Assumptions(efficiency, _lengths(args, config), args.kept_ids, args.other_gb)
+    return Assumptions(efficiency, _lengths(args, rollout), args.kept_ids, args.other_gb)
 
 
-def _lengths(args: argparse.Namespace, config: Config) -> Lengths:
+def _lengths(args: argparse.Namespace, rollout: RolloutConfig) -> Lengths:
     if args.bundle:
         return recorded(args.bundle)
-    longest = config.rollout.max_new_tokens
+    longest = rollout.max_new_tokens
     return log_normal(args.median_tokens or max(1.0, longest / 4), args.sigma, longest, args.prompt_tokens)
 
 
-def _hf_config(config: Config, file: Path | None) -> tuple[dict[str, Any], str]:
+def _hf_config(model: ModelConfig, file: Path | None) -> tuple[dict[str, Any], str]:
     if file is None:
-        return read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
+        return read_hf_config(model.checkpoint), f"{model.checkpoint}/config.json"
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

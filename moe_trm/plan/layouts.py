@@ -63,14 +63,14 @@ class Judged:
 def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float) -> Judged:
     """The configured layout. Raises `ConfigError` or `CheckpointError` with the reason of the layout rules."""
     learner = config.learner
-    load = replace(load, micro_batches=ceil(micro_batches(config, step_tokens, load.world)))
+    load = replace(load, micro_batches=ceil(micro_batches(config.learner, config.rollout, step_tokens, load.world)))
     if learner.backend == "deepspeed":
         check_routes(config, str(hf.get("architectures")), is_moe=bool(moe_layers(hf)))
         stage, memory = deepspeed_memory(model, hf, learner, load)
     else:
         check_layout(config, megatron_version(), hf, world_size=load.world)
         stage, memory = megatron_memory(model, hf, learner, load)
-    waiting = bubble(config, len(model.layers), step_tokens, load.world)
+    waiting = bubble(config.learner, config.rollout, len(model.layers), step_tokens, load.world)
     layers = tuple(len(own) for own in layers_by_rank(learner.parallel, len(model.layers)))
     # Gradients have 4 bytes for each number that trains, shared as these are at stages 2 and 3 of ZeRO.
     trained = BYTES[learner.dtype] * memory["gradients"] / 4 if learner.lora.rank else memory["weights"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trm.config.anchor_passes import scores_every_minibatch
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LearnerConfig, RolloutConfig
 from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import num_experts
 from moe_trm.plan.columns import data_ranks
@@ -99,7 +99,9 @@ def anchor_passes(config: Config, older: float = 1.0) -> float:
     if pipeline.recovery == "same":
         if pipeline.proximal == "average":
             return 2.0
-        own_forward = config.replay.mode != "R2" and not scores_every_minibatch(config)
+        own_forward = config.replay.mode != "R2" and not scores_every_minibatch(
+            config.record, config.learner, config.optimizer, config.kl, config.advantage
+        )
         return 1 - 1 / learner.minibatches if own_forward else 1.0
     return {"snapshot": 1.0 + older, "merged": 1.0}.get(pipeline.recovery, 0.0)
 
@@ -121,28 +123,27 @@ def training_operations(
     return forward * (learner.epochs * (3 + (learner.recompute == "full")) + anchor_passes(config, older))
 
 
-def micro_batches(config: Config, tokens: float, world: int) -> float:
+def micro_batches(learner: LearnerConfig, rollout: RolloutConfig, tokens: float, world: int) -> float:
     """Micro-batches of a rank in a minibatch of a step of `tokens` tokens."""
-    return max(1.0, tokens / config.learner.minibatches / data_ranks(config, world) / micro_batch_tokens(config, 0))
+    return max(1.0, tokens / learner.minibatches / data_ranks(learner, world) / micro_batch_tokens(learner, rollout, 0))
 
 
-def bubble(config: Config, num_layers: int, tokens: float, world: int) -> float:
+def bubble(learner: LearnerConfig, rollout: RolloutConfig, num_layers: int, tokens: float, world: int) -> float:
     """Share of a minibatch in which a pipeline rank waits in the mean: 1 - v m / (v m + P - 1) * mean / largest.
 
     m micro-batches of a rank; mean and largest number of layers of a rank. The embedding and the loss count nothing.
     """
-    parallel, learner = config.learner.parallel, config.learner
+    parallel = learner.parallel
     if parallel.pipeline == 1 or learner.backend != "megatron":
         return 0.0
-    chunks = (virtual_stages(parallel) or 1) * micro_batches(config, tokens, world)
+    chunks = (virtual_stages(parallel) or 1) * micro_batches(learner, rollout, tokens, world)
     largest = max(len(layers) for layers in layers_by_rank(parallel, num_layers))
     return 1 - chunks / (chunks + parallel.pipeline - 1) * num_layers / (parallel.pipeline * largest)
 
 
-def micro_batch_tokens(config: Config, prompt_tokens: float) -> int:
+def micro_batch_tokens(learner: LearnerConfig, rollout: RolloutConfig, prompt_tokens: float) -> int:
     """Tokens of the largest micro-batch: the budget, or rows of the longest sequence."""
-    learner = config.learner
-    longest = config.rollout.max_tokens or int(config.rollout.max_new_tokens + prompt_tokens)
+    longest = rollout.max_tokens or int(rollout.max_new_tokens + prompt_tokens)
     if learner.micro_batch_tokens:
         return max(learner.micro_batch_tokens, 1)
     return longest * (learner.micro_batch_rows or 32)
@@ -167,4 +168,4 @@ def train_seconds(
         return tokens / efficiency.learner_tokens_s
     speed = world * gpu.tflops * 1e12 * efficiency.train_flops
     busy = tokens * columns * training_operations(model, hf, config, context) / speed
-    return busy / (1 - bubble(config, len(model.layers), tokens, world))
+    return busy / (1 - bubble(config.learner, config.rollout, len(model.layers), tokens, world))

@@ -36,7 +36,7 @@ def roundings(config: Config) -> Mapping[str, Rounding]:
     rollout, found = config.rollout, dict[str, Rounding]()
     elsewhere = rollout.quantization is not None or rollout.norm_noise > 0
     inside = config.learner.round_like_rollout or config.learner.lora.rank > 0
-    if elsewhere or inside or unrepeatable(config) is not None:
+    if elsewhere or inside or unrepeatable(config.learner, config.rollout) is not None:
         return found
     narrows = config.learner.dtype == "float32" != rollout.server.dtype
     if rollout.fake_quantization is not None:

@@ -80,7 +80,7 @@ class Choice:
         self._tokens = config.probe.tokens
         measured = pipeline.has_anchor_pass and pipeline.proximal != "average"
         self._replayed = mode == "R3" and measured
-        dealt = not (pipeline.stream or compares_groups(config) or several_rows(config))
+        dealt = not (pipeline.stream or compares_groups(config) or several_rows(config.rollout, config.agent))
         self._random = self._replayed and dealt
 
     def num_minibatches(self, minis: Sequence[MiniBatch]) -> int:

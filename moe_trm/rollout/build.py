@@ -63,7 +63,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             config.rollout.bundle,
             prompts_grow=config.rollout.function is not None,
             prompts_own=config.rollout.agent is not None,
-            several_rows=several_rows(config),
+            several_rows=several_rows(config.rollout, config.agent),
             waits=config.pipeline.mode != "sync",
             push_every=config.pipeline.push_every,
             delay_s=config.rollout.bundle_delay_s,

@@ -69,7 +69,11 @@ class Anchors:
         self._watched = KEEP if watches else None
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
-        self._reuse = mode != "R2" and not (whole or watches or scores_every_minibatch(config))
+        self._reuse = mode != "R2" and not (
+            whole
+            or watches
+            or scores_every_minibatch(config.record, config.learner, config.optimizer, config.kl, config.advantage)
+        )
         self._recovery = config.pipeline.recovery
         self._average = average
         # A live engine samples anew after a resumption; a recording gives again what older weights sampled.

@@ -28,7 +28,11 @@ class Best:
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._keeps, self._metric, self._path = config.eval.keep_best, best_metric(config), folder / "best"
+        self._keeps, self._metric, self._path = (
+            config.eval.keep_best,
+            best_metric(config.eval, config.task),
+            folder / "best",
+        )
         self._value: float | None = None
 
     def state(self) -> float | None:

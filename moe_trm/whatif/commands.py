@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moe_trm import corrections
 from moe_trm import losses as registry
-from moe_trm.config.schema import Config, CorrectionConfig, LossConfig, RuleConfig
+from moe_trm.config.schema import CorrectionConfig, LossConfig, RuleConfig
 from moe_trm.errors import ConfigError
 from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.presets import PRESETS
@@ -103,7 +103,9 @@ def candidates(
     if not (rules or presets or losses or sweep):
         presets, losses = tuple(PRESETS), tuple(LOSSES)
     for text in rules:
-        found.append(Candidate(f"rules {text}", _without_preset(config, rules=_parse_rules(text)), config.loss))
+        found.append(
+            Candidate(f"rules {text}", _without_preset(config.correction, rules=_parse_rules(text)), config.loss)
+        )
     for name in presets:
         loss = LossConfig(aggregation=config.loss.aggregation) if PRESETS[name].bypass else config.loss
         found.append(Candidate(f"preset {name}", CorrectionConfig.model_validate({"preset": name}), loss))
@@ -111,7 +113,7 @@ def candidates(
         registry.get(name)
         correction = config.correction
         if correction.preset is not None and PRESETS[correction.preset].bypass:
-            correction = _without_preset(config, rules=config.correction.rules)
+            correction = _without_preset(config.correction, rules=config.correction.rules)
         found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
     return found + (sweep.candidates(config) if sweep is not None else [])
 
@@ -157,8 +159,8 @@ def _judge(candidate: Candidate, recording: Recording) -> RuleOutcome:
     return judge(candidate, recording.config, recording.steps)
 
 
-def _without_preset(config: Config, *, rules: tuple[RuleConfig, ...]) -> CorrectionConfig:
-    return config.correction.model_copy(update={"preset": None, "rules": rules})
+def _without_preset(correction: CorrectionConfig, *, rules: tuple[RuleConfig, ...]) -> CorrectionConfig:
+    return correction.model_copy(update={"preset": None, "rules": rules})
 
 
 def _mistake(error: yaml.YAMLError | ValidationError) -> str:

@@ -101,13 +101,13 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
         if measured_only:
             recording.total, weights = {}, EffectiveWeights()
     pooled = summable.finalize(recording.total) | weights.summary()
-    uncalibrated = "" if recording.total else _uncalibrated(config, len(recorded))
+    uncalibrated = "" if recording.total else _uncalibrated(config.correction, len(recorded))
     return RuleOutcome(name, "", steps, pooled, weights.histogram(), verdict, uncalibrated)
 
 
-def _uncalibrated(config: Config, num_steps: int) -> str:
-    names = [rule.name for rule in config.correction.rules if rule.target_reject_rate is not None]
-    steps = config.correction.calibration_steps
+def _uncalibrated(correction: CorrectionConfig, num_steps: int) -> str:
+    names = [rule.name for rule in correction.rules if rule.target_reject_rate is not None]
+    steps = correction.calibration_steps
     return (
         f"uncalibrated: {', '.join(names)} measures for correction.calibration_steps={steps} steps, "
         f"and the recording has {num_steps}"

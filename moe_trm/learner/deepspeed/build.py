@@ -51,7 +51,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    wanted = wanted_adapters(config, hf, checkpoint)
+    wanted = wanted_adapters(config.learner, config.seed, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
     device, packed = _start_process_group(), config.batch.layout == "packed"
     partitioned = config.learner.deepspeed.zero_stage == 3

@@ -54,7 +54,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             fix="Set batch.layout=padded.",
         )
     check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))
-    check_lora(config, hf_config)
+    check_lora(config.learner, hf_config)
 
 
 def zero_config(config: Config) -> dict[str, Any]:

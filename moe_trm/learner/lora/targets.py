@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
-from moe_trm.config.schema import Config, LoraConfig
+from moe_trm.config.schema import LearnerConfig, LoraConfig
 from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import num_experts
 from moe_trm.models.registry import family_of, find_family
@@ -30,7 +30,7 @@ _WEIGHT = ".weight"
 _MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*norm\.weight$).+\.weight$")
 
 
-def check_lora(config: Config, hf: Mapping[str, Any]) -> None:
+def check_lora(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:
     """Refuse adapters that this model or layout cannot have, before anything is loaded.
 
     Args:
@@ -40,11 +40,11 @@ def check_lora(config: Config, hf: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a target that no matrix of the model has, or experts whose matrices are shared between ranks.
     """
-    family, lora = find_family(hf), config.learner.lora
+    family, lora = find_family(hf), learner.lora
     if not lora.rank or family is None:
         return
     modules = adapted_by_config(hf, lora)
-    shared = config.learner.parallel.expert_tensor
+    shared = learner.parallel.expert_tensor
     if shared > 1 and any(map(ROUTED.search, modules)):
         raise ConfigError(
             "ranks that share an expert's matrices would each keep a copy of one factor, whose gradients Megatron-Core "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_trm.config.schema import Config, LoraConfig
+from moe_trm.config.schema import LearnerConfig, LoraConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.lora.adapter import A, B, Start, factor_name
 from moe_trm.learner.lora.files import read_adapter
@@ -33,16 +33,18 @@ class Wanted:
         return frozenset(factor_name(module, factor) for module in self.modules for factor in (A, B))
 
 
-def wanted_adapters(config: Config, hf: Mapping[str, Any], checkpoint: HfCheckpoint) -> Wanted | None:
+def wanted_adapters(
+    learner: LearnerConfig, seed: int, hf: Mapping[str, Any], checkpoint: HfCheckpoint
+) -> Wanted | None:
     """The adapters of this run; None where the weights themselves train.
 
     Raises:
         ConfigError: a target that no matrix has.
         CheckpointError: an adapter to start from that is not one of this run's.
     """
-    lora = config.learner.lora
+    lora = learner.lora
     if not lora.rank:
         return None
     modules = adapted_modules(modules_of(hf, checkpoint.names), lora, hf)
     given = None if lora.adapter is None else read_adapter(lora.adapter, lora, modules, checkpoint)
-    return Wanted(modules, lora, Start(lora.rank, config.seed, given))
+    return Wanted(modules, lora, Start(lora.rank, seed, given))

@@ -50,7 +50,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    wanted = wanted_adapters(config, hf, checkpoint)
+    wanted = wanted_adapters(config.learner, config.seed, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
     layers, packed = layers_here(config.learner), config.batch.layout == "packed"
     if packed:

@@ -36,7 +36,7 @@ def check_layout(
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
     _check_divisibility(parallel, hf_config, world_size)
     check_shapes(config.learner, hf_config)
-    check_lora(config, hf_config)
+    check_lora(config.learner, hf_config)
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def test_agents_have_turns_and_tools(file: Path) -> None:
 
 def test_rows_without_an_agent_are_idle(file: Path) -> None:
     config = load(file, ["agent.rows=turns", "loss.name=oapl"])
-    assert not several_rows(config)
+    assert not several_rows(config.rollout, config.agent)
     assert "agent.rows has no effect: rollout.agent is not set" in warnings(config)
 
 

@@ -54,7 +54,7 @@ def test_auto_follows_off_policiness_and_age(minibatches: int, epochs: int, max_
         learner={"minibatches": minibatches, "epochs": epochs},
         pipeline={"mode": "async", "max_staleness": max_age},
     )
-    mode, why = replay_mode(run)
+    mode, why = replay_mode(run.learner, run.replay, run.pipeline)
     assert mode == expected
     assert str(max_age or minibatches * epochs) in why or minibatches == 1
 
@@ -97,7 +97,7 @@ def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFi
             learner={"minibatches": minibatches},
             pipeline={"mode": "async", "max_staleness": max_age},
         )
-        mode, why = replay_mode(run)
+        mode, why = replay_mode(run.learner, run.replay, run.pipeline)
         assert all(f"{other} would" in why for other in others[mode])
         assert "." not in why
         reasons.append(why)

@@ -33,7 +33,7 @@ def config(*arguments: str, **rollout: object) -> Config:
 
 @pytest.mark.parametrize("argument", [*SETTINGS, *BREAKS, "--dtype=float32", "--weight-v", "--random-se=3"])
 def test_what_a_run_relies_on_is_not_replaced(argument: str) -> None:
-    [problem] = refusals(config("--mem-fraction-static", "0.3", argument, "1"))
+    [problem] = refusals(config("--mem-fraction-static", "0.3", argument, "1").rollout)
     assert problem.got == argument
     assert problem.key == "rollout.server.extra_args"
     name = argument.partition("=")[0]
@@ -42,11 +42,11 @@ def test_what_a_run_relies_on_is_not_replaced(argument: str) -> None:
 
 @pytest.mark.parametrize("argument", ["--mem-fraction-static", "--weight-loader-disable-mmap", "--log-level", "0.3"])
 def test_other_arguments_are_let_through(argument: str) -> None:
-    assert not [*refusals(config(argument))]
+    assert not [*refusals(config(argument).rollout)]
 
 
 def test_a_server_that_somebody_else_starts_is_not_judged_by_them() -> None:
-    assert not [*refusals(config("--dtype", url="http://127.0.0.1:1"))]
+    assert not [*refusals(config("--dtype", url="http://127.0.0.1:1").rollout)]
 
 
 def test_every_argument_of_the_launcher_is_known(tmp_path: Path) -> None:

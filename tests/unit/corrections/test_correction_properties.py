@@ -254,7 +254,7 @@ def test_configuration_errors_say_what_to_do() -> None:
         corrections.get("ser").bind(max_score=1.0, ratio="engines")
     with refuses("unknown divergence"):
         corrections.get("trm_avg").bind(mean_kl=1.0, divergence="exakt")
-    with refuses("unknown weight form"):
+    with refuses("unknown weight"):
         corrections.get("icepop").bind(weight="two")
     with refuses("listed twice"):
         corrections.compose([bound("icepop"), bound("icepop")])

@@ -96,7 +96,7 @@ def test_only_ratios_to_the_rollout_have_these_probabilities() -> None:
         with pytest.raises(ConfigError, match="unknown ratio") as caught:
             corrections.get("kpop").bind(ratio=ratio)
         assert "engine, merged, total" in str(caught.value)
-    with pytest.raises(ConfigError, match="unknown weight form"):
+    with pytest.raises(ConfigError, match="unknown weight"):
         corrections.get("kpop").bind(weight="two")
     with pytest.raises(ConfigError, match="above 0"):
         corrections.get("kpop").bind(max_kl=0.0)

@@ -73,8 +73,8 @@ def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_device_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.server\.device"):
-        check_server(config(Path("x"), rollout={"server": {"device": "cuda", "port": 0}}))
-    check_server(config(Path("x"), rollout={"server": {"port": 0}}))
+        check_server(config(Path("x"), rollout={"server": {"device": "cuda", "port": 0}}).rollout)
+    check_server(config(Path("x"), rollout={"server": {"port": 0}}).rollout)
 
 
 def test_a_port_in_use_is_told() -> None:
@@ -82,4 +82,4 @@ def test_a_port_in_use_is_told() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(EngineError, match="not available"):
-            check_server(config(Path("x"), rollout={"server": {"port": taken.getsockname()[1]}}))
+            check_server(config(Path("x"), rollout={"server": {"port": taken.getsockname()[1]}}).rollout)

@@ -96,7 +96,7 @@ feed(open_tracker({name!r}, config({name!r}), Path({str(tmp_path)!r})))
 def test_a_missing_library_is_refused_at_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'moe-trm\[wandb,trackio\]'"):
-        check_trackers(config("wandb", "trackio"))
+        check_trackers(config("wandb", "trackio").observe)
 
 
 def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

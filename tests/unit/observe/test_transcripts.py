@@ -71,9 +71,9 @@ def test_every_so_many_steps_and_the_first(tmp_path: Path) -> None:
 def test_a_run_that_begins_anew_or_goes_on_drops_later_transcripts(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"checkpoint": "nowhere"}})
     path = made_transcripts(tmp_path)
-    open_transcripts(config, tmp_path, first_step=1)
+    open_transcripts(config.observe, config.model, tmp_path, first_step=1)
     assert path.with_suffix(".html").is_file()
-    open_transcripts(config, tmp_path, first_step=0)
+    open_transcripts(config.observe, config.model, tmp_path, first_step=0)
     assert list(path.parent.iterdir()) == []
 
 

@@ -108,7 +108,7 @@ def test_an_uneven_pipeline_is_planned_and_pasted() -> None:
     pasted = load(AIR, as_data(found)["settings"])
     assert pasted.learner.parallel == found.layout.parallel
     even = load(AIR, (*sizes, "learner.parallel.account_for_embedding=true", "learner.parallel.account_for_loss=true"))
-    assert bubble(pasted, 46, 10**6, 32) > bubble(even, 46, 10**6, 32)
+    assert bubble(pasted.learner, pasted.rollout, 46, 10**6, 32) > bubble(even.learner, even.rollout, 46, 10**6, 32)
 
 
 def test_layers_that_a_pipeline_does_not_divide_are_shared_as_evenly_as_can_be() -> None:

@@ -107,7 +107,7 @@ def test_an_adapter_comes_back_bit_for_bit(tmp_path: Path, checkpoint: HfCheckpo
     config = Config.model_validate(
         {"model": {"checkpoint": "x"}, "learner": {"lora": {**LORA.model_dump(), "adapter": str(folder)}}}
     )
-    wanted = wanted_adapters(config, read_hf_config(checkpoint.folder), checkpoint)
+    wanted = wanted_adapters(config.learner, config.seed, read_hf_config(checkpoint.folder), checkpoint)
     assert wanted is not None
     assert wanted.factor_names == expected.keys()
     module = "model.layers.0.mlp.gate"

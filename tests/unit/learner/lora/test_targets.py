@@ -96,9 +96,9 @@ def config(lora: dict[str, Any], **learner: Any) -> Config:
 def test_experts_that_ranks_share_are_refused_and_the_rest_is_not() -> None:
     parallel = {"tensor": 2, "expert_tensor": 2}
     with pytest.raises(ConfigError, match="would each keep a copy of one factor"):
-        check_lora(config({"targets": ["mlp.experts.0.up_proj"]}, parallel=parallel), hf_of("qwen3_moe"))
-    check_lora(config({"targets": ["attention", "router"]}, parallel=parallel), hf_of("qwen3_moe"))
-    check_lora(config({"rank": 0}, parallel=parallel), hf_of("qwen3_moe"))
+        check_lora(config({"targets": ["mlp.experts.0.up_proj"]}, parallel=parallel).learner, hf_of("qwen3_moe"))
+    check_lora(config({"targets": ["attention", "router"]}, parallel=parallel).learner, hf_of("qwen3_moe"))
+    check_lora(config({"rank": 0}, parallel=parallel).learner, hf_of("qwen3_moe"))
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def test_experts_that_ranks_share_are_refused_and_the_rest_is_not() -> None:
     ],
 )
 def test_what_adapters_do_not_go_with(lora: dict[str, Any], learner: dict[str, Any], key: str) -> None:
-    assert key in [problem.key for problem in lora_rules.refusals(config(lora, **learner))]
+    assert key in [problem.key for problem in lora_rules.refusals(config(lora, **learner).learner)]
     assert key in [problem.key for problem in rules.refusals(config(lora, **learner))]
-    assert not list(lora_rules.refusals(config({**lora, "rank": 0}, **learner)))
+    assert not list(lora_rules.refusals(config({**lora, "rank": 0}, **learner).learner))
 
 
 def test_idle_settings_and_what_is_not_measured() -> None:
-    assert list(lora_rules.idle_settings(config({"rank": 0, "alpha": 8.0}))) == [
+    assert list(lora_rules.idle_settings(config({"rank": 0, "alpha": 8.0}).learner)) == [
         "learner.lora.alpha has no effect: learner.lora.rank=0"
     ]
-    (told,) = lora_rules.idle_settings(config({}, freeze_router=True))
+    (told,) = lora_rules.idle_settings(config({}, freeze_router=True).learner)
     assert "no router has an adapter" in told
     assert roundings(config({"rank": 0}))
     assert not roundings(config({}))
