@@ -24,7 +24,7 @@ from benchmarks.table import Row, report
 from launch.job import run_job
 from moe_trm.config.schema import Config
 from moe_trm.recording.bundle import BundleWriter
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.types import Prompt, RolloutRecord

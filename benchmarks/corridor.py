@@ -25,10 +25,12 @@ from benchmarks.table import Row, report
 from moe_trm.batch.collate import collate, forwarded_tokens
 from moe_trm.batch.plan import plan_step
 from moe_trm.checkpoint.pieces import whole, write_pieces
-from moe_trm.rollout.intake.messages import Parsed, Question, Whole, pack
-from moe_trm.rollout.intake.reading import read
+from moe_trm.config.engines import DEFAULT
+from moe_trm.rollout.intake.messages import Parsed, Whole, pack
+from moe_trm.rollout.intake.reading import Reading, read
+from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.question import Question, Wanted
 from moe_trm.rollout.sglang.answer_form import decode_answer
-from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, PlaceReader, SharedFile, place_of
 from moe_trm.sync.disk import write_shard
@@ -82,9 +84,9 @@ def limits() -> Corridors:
 
 def of_answer(tokens: int) -> Figures:
     """From the bytes of an answer to its record in shared memory, and what the controller is told."""
-    body, question = answer(PROMPT, tokens - PROMPT), _question(0)
-    reading = read(body, question, MODEL, None)
-    peak = min(peak_bytes(lambda: read(body, question, MODEL, None)) for _ in range(READINGS))
+    body = answer(PROMPT, tokens - PROMPT)
+    reading = _read(body, 0)
+    peak = min(peak_bytes(lambda: _read(body, 0)) for _ in range(READINGS))
     head, *buffers = wire.encode(reading.value)
     file = SharedFile()
     block = BlockWriter(file.descriptor).write(buffers)
@@ -106,10 +108,10 @@ def of_rank(rows: int, tokens: int) -> Figures:
     file = SharedFile()
     writer, records, held = BlockWriter(file.descriptor), [], 0
     for number in range(rows):
-        head, *buffers = wire.encode(read(answer(PROMPT, tokens - PROMPT), _question(number), MODEL, None).value)
+        head, *buffers = wire.encode(_read(answer(PROMPT, tokens - PROMPT), number).value)
         records.append(wire.decode([head, *file.open(writer.write(buffers))], RolloutRecord))
         held += sum(len(buffer) for buffer in buffers)
-    micro = MicroBatch(tuple(TrainRow(record, 1.0) for record in records))
+    micro = MicroBatch(tuple(TrainRow(record) for record in records))
     batch = TrainBatch(1, (MiniBatch((micro,), rows, rows * tokens),), {}, (0,))
     frames = wire.encode(batch, place_of)
     with PlaceReader() as places:
@@ -123,7 +125,7 @@ def of_rank(rows: int, tokens: int) -> Figures:
 
 def of_store(tokens: int) -> Figures:
     """Routes as bundles and messages of routes keep them."""
-    record = read(answer(PROMPT, tokens - PROMPT), _question(0), MODEL, None).value
+    record = _read(answer(PROMPT, tokens - PROMPT), 0).value
     assert record.routes is not None
     return {
         "set_route_bytes_per_token": len(encode(record.routes, order="set")) / (tokens - 1),
@@ -134,7 +136,7 @@ def of_store(tokens: int) -> Figures:
 def of_batch(num_rows: int) -> Figures:
     """Columns that the learner computes for each token that has to be forwarded."""
     lengths = np.random.default_rng(0).integers(16, 1025, num_rows)
-    rows = [TrainRow(_bare(number, int(length)), 1.0) for number, length in enumerate(lengths)]
+    rows = [TrainRow(_bare(number, int(length))) for number, length in enumerate(lengths)]
     real = sum(forwarded_tokens(row.record) for row in rows)
 
     def columns(most_rows: int | None, most_tokens: int | None) -> float:
@@ -182,10 +184,11 @@ def of_imports() -> Figures:
     return found
 
 
-def _question(number: int) -> Question:
-    """For the record of sample `number`."""
-    made = Whole(number, 0, "prompt", SamplingParams(max_new_tokens=1 << 16), keep_changed=False)
-    return Question({"input_ids": list(range(PROMPT))}, Wanted(routes=True, mask=False), whole=made)
+def _read(body: bytes, number: int) -> Reading:
+    """The record of sample `number`."""
+    params = SamplingParams(max_new_tokens=1 << 16)
+    question = Question(tuple(range(PROMPT)), params, Wanted(routes=True, mask=False))
+    return read(body, question, Whole(number, 0, "prompt", keep_changed=False), MODEL, None, backend_of(DEFAULT))
 
 
 def _bare(number: int, length: int) -> RolloutRecord:

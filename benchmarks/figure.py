@@ -21,24 +21,17 @@ def document(parts: Sequence[str], width: int, height: int) -> str:
     return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
-def lines(
-    panel: Panel, series: Mapping[str, Sequence[float]], dashed: Mapping[str, Sequence[float]] | None = None
-) -> list[str]:
-    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap.
-
-    Those of `dashed` share the colour of their name.
-    """
+def lines(panel: Panel, series: Mapping[str, Sequence[float]]) -> list[str]:
+    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap."""
     parts = []
     for place, ((name, values), colour) in enumerate(zip(series.items(), MORE_COLOURS, strict=False)):
         parts += _line(panel, values, colour)
-        if dashed is not None:
-            parts += _line(panel, dashed[name], colour, ' stroke-dasharray="5 4"')
         parts.append(text(panel.right + 10, panel.top + 12 + 17 * place, name, colour=colour))
     return parts
 
 
-def _line(panel: Panel, values: Sequence[float], colour: str, style: str = "") -> list[str]:
+def _line(panel: Panel, values: Sequence[float], colour: str) -> list[str]:
     points = [(panel.x(x), panel.y(value)) for x, value in enumerate(values, start=1) if math.isfinite(value)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    line = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{style}/>'
+    line = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
     return [line, *(circle(x, y, 2.5, colour) for x, y in points)]

@@ -20,9 +20,10 @@ import pybase64
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer_form import Answer, decode_answer
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.sglang.parse import parse_turn
 
 MODEL = ServedModel("DeepseekV3ForCausalLM", 129280, 61, tuple(range(3, 61)), 256, 8)
 PROMPT_TOKENS = 512

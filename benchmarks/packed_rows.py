@@ -60,9 +60,9 @@ def log_normal_lengths(count: int, seed: int = 0) -> list[int]:
 
 
 def rows_of(lengths: Sequence[int], seed: int = 0) -> list[TrainRow]:
-    """Samples of so many forwarded tokens, with random tokens, advantages and legal routes."""
+    """Samples of so many forwarded tokens, with random tokens and legal routes."""
     rng = np.random.default_rng(seed)
-    return [TrainRow(_record(rng, number, length + 1), float(rng.normal())) for number, length in enumerate(lengths)]
+    return [TrainRow(_record(rng, number, length + 1)) for number, length in enumerate(lengths)]
 
 
 def _record(rng: np.random.Generator, number: int, tokens: int) -> RolloutRecord:
@@ -120,7 +120,7 @@ def step(learner: MegatronLearner, minis: Sequence[MiniBatch]) -> tuple[float, f
 
 def objective(batches: Sequence[TokenBatch], num_tokens: int) -> Callable[[int, Scores], Tensor]:
     """A plain policy gradient, divided by the tokens of the minibatch."""
-    return lambda index, current: -(batches[index].advantages * current.logprobs).sum() / num_tokens
+    return lambda index, current: -current.logprobs.sum() / num_tokens
 
 
 def sources(batch: TokenBatch) -> ReplayRecords:

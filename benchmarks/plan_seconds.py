@@ -204,7 +204,7 @@ def predicted(config: Config, speeds: Speeds, steps: int) -> tuple[float, float]
     )
     own, with_older = anchor_passes(config, 0.0), anchor_passes(config, 1.0)
     train_s, older_s = speeds.train_s + speeds.score_s * own, speeds.score_s * (with_older - own)
-    schedule = Mode.of(config).schedule(sends=config.sync.method == "distributed")
+    schedule = Mode.of(config.pipeline, config.learner.minibatches).schedule(sends=config.sync.method == "distributed")
     found = simulate(speeds.lengths.batches(steps, samples), train_s, fleet, schedule, older_s)
     return (found.ends_s[-1] - found.ends_s[SKIPPED - 1]) / (steps - SKIPPED), found.learner_idle_later
 

@@ -42,7 +42,7 @@ from moe_trm.doctor.measurements import Measurements, join, of_sample
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.bundle import BundleReader
-from moe_trm.rollout.sglang.supervisor import start_server
+from moe_trm.rollout.servers.process import start_server
 from moe_trm.types import MicroBatch, TrainRow
 from routing.flips import flipped_tokens
 from routing.replay import Record
@@ -180,7 +180,7 @@ def rescore(config: Config, bundle: Path) -> Measurements:
     learner = build_megatron_learner(config)
     try:
         records = BundleReader(str(bundle)).read(1)
-        rows = [TrainRow(record, 0.0) for record in records]
+        rows = [TrainRow(record) for record in records]
         size = config.learner.micro_batch_rows or len(rows)
         micro = [MicroBatch(tuple(rows[i : i + size])) for i in range(0, len(rows), size)]
         batches = [collate(part, keep_mask=config.keeps_masks) for part in micro]

@@ -29,10 +29,10 @@ from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.rollout.sglang.answer import parse_answer
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 

@@ -67,12 +67,12 @@ def run_job(
     ranks = num_ranks or smallest_world(config.learner.parallel)
     check_start(config, world_size=ranks)
     if not config.rollout.starts_server:
-        return run_learner(config_path, overrides, ranks, api_key_for(config), warm=warm)
+        return run_learner(config_path, overrides, ranks, api_key_for(config.rollout), warm=warm)
 
-    from moe_trm.rollout.sglang.supervisor import on_cpu
-    from moe_trm.rollout.sglang.watchdog import Watchdog
+    from moe_trm.rollout.servers.process import on_cpu
+    from moe_trm.rollout.servers.watchdog import Watchdog
 
-    api_key = api_key_for(config) or secrets.token_hex(16)
+    api_key = api_key_for(config.rollout) or secrets.token_hex(16)
     port = config.rollout.server.port or free_port()
     overrides = [*overrides, f"rollout.server.port={port}"]
     server_config = config.rollout.server.model_copy(update={"port": port})

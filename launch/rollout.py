@@ -16,7 +16,7 @@ from moe_trm.config import load
 from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.errors import MoeTrmError, refuse_together
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
-from moe_trm.rollout.sglang.watchdog import Watchdog
+from moe_trm.rollout.servers.watchdog import Watchdog
 
 
 class Interrupted(BaseException):
@@ -51,8 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(path: str, overrides: Sequence[str]) -> int:
     config = load(path, overrides)
-    refuse_together(lambda: check_server(config.rollout), lambda: check_folders(config))
-    known_key = api_key_for(config)
+    refuse_together(
+        lambda: check_server(config.rollout),
+        lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
+    )
+    known_key = api_key_for(config.rollout)
     key = known_key or secrets.token_urlsafe(24)
     log_path = Path(config.run_dir) / config.name / log_name(config.rollout.server.host)
     print(f"starting the rollout server (log: {log_path})", flush=True)

@@ -42,7 +42,7 @@ def _route(path: str, overrides: Sequence[str]) -> None:
             got=config.rollout.router,
             expected="http://HOST:PORT of this machine",
         )
-    key = api_key_for(config)
+    key = api_key_for(config.rollout)
     if key is None:
         raise ConfigError(
             "the router needs the key of the rollout servers", where=f"environment variable {API_KEY_VARIABLE}"

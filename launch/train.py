@@ -149,7 +149,7 @@ def start_controller(config: Config, store: Store, run_dir: Path, host: Host) ->
     The address goes through the rendezvous store, as bytes, never as pickle.
     """
     key, address = secrets.token_hex(16), None if host.alone else host.address
-    process = ControllerProcess(config, key, api_key_for(config), run_dir / "controller.log", address=address)
+    process = ControllerProcess(config, key, api_key_for(config.rollout), run_dir / "controller.log", address=address)
     store.set("moe-trm/controller", f"{key} {process.endpoint} {process.public_key}")
     return process
 
@@ -185,7 +185,7 @@ def build_pusher(
     Without `sync.dir` pushes go through shared memory where there is one. Ranks on several machines share the run's
     folder.
     """
-    rounding = rounding_of(config)
+    rounding = rounding_of(config.rollout, config.train, config.seed)
     if config.sync.method == "distributed" and config.rollout.traits.takes_broadcasts:
         return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding)
     shared = Path("/dev/shm")

@@ -22,7 +22,7 @@ JOB = (
     "moe_trm.cli",
     "moe_trm.doctor.preflight",
     "moe_trm.doctor.trial",
-    "moe_trm.rollout.sglang.watchdog",
+    "moe_trm.rollout.servers.watchdog",
 )
 """Imports of `moe-trm train` and of `launch.ranks`; programs themselves run as `__main__`."""
 

@@ -22,6 +22,7 @@ from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
 from moe_trm.probe.run import Probe
 from moe_trm.rollout.client import RolloutClient
+from moe_trm.step.advantages import Advantages
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.arrivals import Arrivals, joined
 from moe_trm.step.best import Best
@@ -31,7 +32,6 @@ from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference
-from moe_trm.step.row_advantages import with_ratios
 from moe_trm.step.score_recorder import ScoreRecorder
 from moe_trm.types import TrainBatch
 from routing.errors import MisalignedError
@@ -66,6 +66,7 @@ def train(
         average=average,
     )
     guard = RateGuard(config.optimizer)
+    advantages = Advantages(config.advantage, config.batch, config.task.reward_weights)
     best = Best(config, folder_of(config.checkpoint, run_dir))
     steps, done = config.train.steps, checkpoints.first_step
     cadence, pushed, arrivals = Cadence.of(config, done), done, Arrivals(config, rollouts, phases)
@@ -110,7 +111,7 @@ def train(
                 with phases.time("score"):
                     passed = anchors.score(learner, batch, moved=bool(updates), every=probe.anchors_all(batch))
                     anchored = reference.score(learner, passed)
-                    anchored = with_ratios(config, learner, anchored)
+                    anchored = advantages.given(learner, anchored, batch.compared, reference.penalties(anchored))
                 with phases.time("probe"):
                     replayed += learner.replay_report() if probe.due(step) else ReplayReport()
                     probed |= probe.run(step, learner, anchored)

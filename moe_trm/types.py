@@ -226,20 +226,35 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One accepted record on its way to a learner rank, with its advantage. Arrays as in `RolloutRecord`.
+    """One accepted record on its way to a learner rank.
 
     Attributes:
-        advantage: of every sampled token, or their mean where they differ.
-        token_advantages: `[S]` float32, where they differ along the row; None elsewhere.
         sample_tokens: scored tokens of all rows of its sample; None: this row is the whole sample.
         weight: of the row in the loss, where its group was drawn to be trained again.
     """
 
     record: RolloutRecord
-    advantage: float
-    token_advantages: np.ndarray | None = None
     sample_tokens: int | None = None
     weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RewardedSample:
+    """One sample of a step as advantages compare it: every rank has those of all ranks (`moe_trm.step.advantages`).
+
+    Attributes:
+        num_tokens: sampled tokens of all its rows.
+        turns: the different turns of its scored tokens, ascending; empty where no estimator compares turns.
+        reward, reward_parts, baseline: as in `RolloutRecord`.
+    """
+
+    sample_id: int
+    group_id: int
+    num_tokens: int
+    reward: float
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    baseline: float | None = None
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -267,15 +282,17 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One rank's share of one training step: the minibatches, and the facts of the whole step that metrics need.
+    """One rank's share of one training step: the minibatches, and what is known of the whole step.
 
-    `versions`: the weight versions that sampled anything in the whole step, ascending.
+    `versions`: the weight versions that sampled anything in the whole step, ascending. `compared`: the samples of all
+    ranks whose rewards are compared with each other, for each part of the step in which they arrived.
     """
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
     metrics: Mapping[str, float]
     versions: tuple[int, ...] = ()
+    compared: tuple[tuple[RewardedSample, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -290,7 +307,8 @@ class TokenBatch:
         rollout_logprobs, full_logprobs: `[B, R]` float32, 0 where `mask` is False.
         versions: `[B, R]` int32, -1 where `mask` is False.
         turn_ids: `[B, R]` int16 turn of the target.
-        advantages: `[B, R]` float32, 0 where `mask` is False.
+        advantages: `[B, R]` float32, 0 where `mask` is False; NaN where it is True until `moe_trm.step.advantages` has
+            given them.
         routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to
             tensors by `routing.layout`.
         origins: what the routes of each row are bound to besides its tokens (`RolloutRecord.origin`), None on padding

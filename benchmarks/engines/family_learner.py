@@ -48,7 +48,7 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
         unknown = "no samples: the engine does not serve it"
         return {**found, **dict.fromkeys(("replay R2", "replay R3", "mask"), unknown)}
     records = BundleReader(str(bundle)).read(1)
-    rows = [TrainRow(record, 0.0) for record in records]
+    rows = [TrainRow(record) for record in records]
     micro = plan_step(rows, seed=0, step=0, minibatches=1, data_size=1, micro_batch_rows=8)[0][0].micro_batches
     kept, whole = ([collate(part, keep_mask=keep) for part in micro] for keep in (True, False))
     native = learner.score(whole, [Record()] * len(whole))

@@ -27,7 +27,7 @@ from moe_trm.config.schema import Config
 from moe_trm.doctor.preflight import smallest_world
 from moe_trm.errors import MoeTrmError
 from moe_trm.recording.bundle import BundleReader, BundleWriter
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.types import RolloutRecord, TrainRow
 from routing import RouteRecord, token_digest
 from routing.record import expert_dtype
@@ -91,7 +91,7 @@ def main(config_path: str, folder: Path, overrides: Sequence[str]) -> None:
     learner = build_learner(config)
     records = BundleReader(str(folder)).read(1)
     plan = plan_step(
-        [TrainRow(record, 0.0) for record in records],
+        [TrainRow(record) for record in records],
         seed=0,
         step=0,
         minibatches=1,

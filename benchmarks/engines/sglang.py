@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.engines.scored import Scored, Setting, Text
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.types import Prompt
 from routing import RouteRecord, token_digest
 from routing.sglang import decode_payload

@@ -113,7 +113,7 @@ def opob(rewards: Array, group_ids: Array, log_weights: Array, energies: Array, 
     the squared norm of its score with respect to the logits, which stands for that with respect to the weights: exact
     norms need a backward pass for each row. Only ratios of w within a prompt matter. A row whose ratio is not finite
     counts for nothing in the baseline. 0 in a group of one, and where no ratio of a group is known; the reward with
-    `lone="reward"`. Until the learner has scored the step, transcripts show values for w = 1.
+    `lone="reward"`.
     Source: VCPO (arXiv 2602.17616), with a proxy for its gradient norms.
 
     When: samples are old and their ratios differ much; pair it with `optimizer.ess_scale`. Costs three numbers of each

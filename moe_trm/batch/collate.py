@@ -29,8 +29,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     rows = micro.rows
     records = [row.record for row in rows]
     b, r = max(1, len(rows)), max([SHORTEST, *map(forwarded_tokens, records)])
-    rewards, group_ids = np.zeros(b, np.float32), np.full(b, -1, np.int64)
-    rewards[: len(rows)] = [record.reward or 0.0 for record in records]
+    group_ids = np.full(b, -1, np.int64)
     group_ids[: len(rows)] = [record.group_id for record in records]
     lengths = np.array([record.num_tokens - 1 for record in records] or [0])
     valid = np.arange(r) < lengths[:, None]
@@ -53,7 +52,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     rollout = of_sampled([record.rollout_logprobs for record in records], np.float32)
     full = of_sampled([record.full_logprobs for record in records], np.float32)
     versions = of_sampled([record.versions for record in records], np.int32, fill=-1)
-    advantages = of_sampled([_advantages(row) for row in rows], np.float32)
+    advantages = np.where(mask, np.float32(np.nan), np.float32(0))
     kept_ids, kept_offsets, kept_logprobs = _kept(rows) if keep_mask else (None, None, None)
     return TokenBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -68,7 +67,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         routes=tuple(row.record.routes for row in rows) or (None,),
         kept_ids=kept_ids,
         kept_offsets=kept_offsets,
-        rewards=torch.from_numpy(rewards),
+        rewards=_rewards(records, b),
         group_ids=torch.from_numpy(group_ids),
         kept_logprobs=kept_logprobs,
         origins=tuple(row.record.origin for row in rows) or (None,),
@@ -76,6 +75,14 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         sample_tokens=_sample_tokens(rows),
         row_weights=_weights(rows),
     )
+
+
+def _rewards(records: list[RolloutRecord], rows: int) -> torch.Tensor | None:
+    """Reward of each row, 0 on padding rows; None where a record has none, which is in batches that do not train."""
+    known = [record.reward for record in records if record.reward is not None]
+    if len(known) < len(records):
+        return None
+    return torch.tensor(known + [0.0] * (rows - len(known)), dtype=torch.float32)
 
 
 def _scored(records: list[RolloutRecord]) -> np.ndarray:
@@ -95,13 +102,6 @@ def _spread(valid: np.ndarray, parts: list[np.ndarray], dtype: type) -> np.ndarr
     values: np.ndarray = np.zeros(valid.shape, dtype)
     values[valid] = _joined(parts, dtype)
     return values
-
-
-def _advantages(row: TrainRow) -> np.ndarray:
-    """`[S]` float32."""
-    if row.token_advantages is not None:
-        return row.token_advantages
-    return np.full(row.record.num_sampled, row.advantage, np.float32)
 
 
 def _sample_tokens(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:

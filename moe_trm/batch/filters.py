@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from moe_trm.batch.advantages import Array
 from moe_trm.config.schema import BatchConfig
 from moe_trm.types import RolloutRecord
 
@@ -40,14 +37,3 @@ def reason_to_drop(records: Sequence[RolloutRecord], batch: BatchConfig) -> str 
     if not rewards:
         return reasons[0]
     return "zero_variance" if batch.zero_variance == "drop" and len(set(rewards)) == 1 else None
-
-
-def without_overlong(records: Sequence[RolloutRecord], advantages: Array, batch: BatchConfig) -> Array:
-    """`advantages` `[N]`, set to 0 on overlong samples under `batch.overlong=mask`.
-
-    They still take part in their group's mean and in the denominators: masking one sample changes the weight of no
-    other.
-    """
-    if batch.overlong != "mask":
-        return advantages
-    return np.where([is_overlong(record) for record in records], 0.0, advantages)

@@ -14,10 +14,8 @@ import numpy as np
 
 from moe_trm.batch import advantages as estimators
 from moe_trm.batch.advantages import Array, Groups
-from moe_trm.errors import ControllerError
 from moe_trm.functions.parameters import unknown
 from moe_trm.methods.advantages import ADVANTAGES, Lone
-from moe_trm.types import RolloutRecord
 
 
 def outcome_advantages(
@@ -71,21 +69,9 @@ def advantages_by_part(
 ) -> Array:
     """GDPO's advantage of each row from its named rewards, `[N]` float64; a name without a weight has weight 1.
 
-    `num_tokens` and `lone` as in `outcome_advantages`.
-
-    Raises:
-        ControllerError: rows without named rewards, or with other names than the first.
+    All have the same names. `num_tokens` and `lone` as in `outcome_advantages`.
     """
     names = sorted(parts[0])
-    for part in parts:
-        if not part or sorted(part) != names:
-            raise ControllerError(
-                "gdpo compares the same named rewards of every sample",
-                where="advantage.name=gdpo",
-                got=sorted(part) or "a reward that is one number",
-                expected=names or "a reward function that returns a dict of named numbers",
-                fix="return every name from the reward function, 0 where it does not apply, or choose grpo",
-            )
     rewards_ND = np.array([[part[name] for name in names] for part in parts], np.float64).reshape(
         len(parts), len(names)
     )
@@ -93,24 +79,6 @@ def advantages_by_part(
     return estimators.gdpo(
         rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or ADVANTAGES[GDPO].lone or "zero"
     )
-
-
-def baselines_of(records: Sequence[RolloutRecord]) -> Array:
-    """`[N]` reward of the greedy answer to each record's prompt.
-
-    Raises:
-        ControllerError: a record without one.
-    """
-    known = [record.baseline for record in records if record.baseline is not None]
-    if len(known) != len(records):
-        raise ControllerError(
-            "remax compares each sample with the greedy answer to its prompt",
-            where="advantage.name=remax",
-            got=f"{len(records) - len(known)} of {len(records)} samples without one",
-            expected="the reward of a greedy answer in every record",
-            fix="samplers of your own set RolloutRecord.baseline, or choose another advantage.name",
-        )
-    return np.array(known, np.float64)
 
 
 def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:

@@ -10,7 +10,7 @@ from moe_trm.batch.collate import SHORTEST, forwarded_tokens
 from moe_trm.batch.packs import pack
 from moe_trm.batch.partition import partition
 from moe_trm.config.agent_rules import several_rows
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AgentConfig, LossConfig, RolloutConfig
 from moe_trm.errors import ConfigError, ControllerError
 from moe_trm.methods.losses import needs
 from moe_trm.methods.own import is_own
@@ -73,22 +73,22 @@ def on_one_rank(
     return own
 
 
-def compares_groups(config: Config) -> bool:
+def compares_groups(loss: LossConfig, rollout: RolloutConfig, agent: AgentConfig) -> bool:
     """True when the run's loss compares the samples of a prompt, which must then be in one minibatch.
 
     Raises `ConfigError` for a loss of the user's own that does, where a sample may be several rows.
     """
-    name = config.loss.name
+    name = loss.name
     if name is None or not is_own(name):
         return "groups" in needs(name)
     from moe_trm import losses  # a loss of the user's own says itself what it needs, and imports torch
 
     compares = "groups" in losses.get(name).needs
-    if compares and several_rows(config.rollout, config.agent):
+    if compares and several_rows(rollout, agent):
         raise ConfigError(
             "the loss compares the samples of a prompt row by row, and a session may be several rows",
             where="config key loss.name",
-            got=f"{name} with agent.rows={config.agent.rows}",
+            got=f"{name} with agent.rows={agent.rows}",
             expected="agent.rows=last, or a loss that does not compare samples",
         )
     return compares

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array, Groups, grpo
 from moe_trm.batch.collate import recorded_support
-from moe_trm.methods.advantages import ADVANTAGES, Lone
+from moe_trm.methods.advantages import Lone
 from moe_trm.types import RolloutRecord
 
 
@@ -33,7 +33,7 @@ def otb(rewards: Array, group_ids: Array, energies: Sequence[Array], *, lone: Lo
     Source: optimal token baseline (OTB, arXiv 2602.07078; TIR-OTB), as in verl, without its importance weights.
 
     When: long answers, where one baseline for all tokens leaves much variance. Costs one pass over the recorded support
-    in the controller, and needs `sampling_mask.mode=keep`.
+    on the ranks, and needs `sampling_mask.mode=keep`.
 
     Args:
         rewards, group_ids: `[N]`.
@@ -104,36 +104,3 @@ def score_energy(record: RolloutRecord) -> Array:
     probs = np.exp(record.rollout_logprobs.astype(np.float64))
     energy: Array = np.maximum(1 - 2 * probs + squares, 0.0)[record.scored]
     return energy
-
-
-def token_advantages(
-    name: str,
-    records: Sequence[RolloutRecord],
-    *,
-    normalize_std: bool = True,
-    lone: Lone | None = None,
-    discount: float = 1.0,
-) -> list[Array]:
-    """The advantages of each sampled token under an estimator of `BY_TOKEN`, one `[num_sampled]` float64 for a record,
-    its rows one after the other.
-
-    Tokens that are not scored get 0. Answers at the same place of two branches are one turn of `turn_grpo`, and the
-    longest branch says how many turns the sample has. `lone`: None: as in `ADVANTAGES`.
-
-    Raises:
-        RecordRejected: a record lacks what the estimator reads.
-    """
-    rewards = np.array([record.reward for record in records], np.float64)
-    group_ids = np.array([record.group_id for record in records])
-    lone = lone or ADVANTAGES[name].lone or "zero"
-    if name == "otb":
-        values = otb(rewards, group_ids, [score_energy(record) for record in records], lone=lone)
-    else:
-        turns = [np.concatenate([row.turn_ids[row.sampled][row.scored] for row in record.rows]) for record in records]
-        values = turn_grpo(rewards, group_ids, turns, discount=discount, normalize_std=normalize_std, lone=lone)
-    result: list[Array] = []
-    for record, scored in zip(records, values, strict=True):
-        known = np.concatenate([row.scored for row in record.rows])
-        result.append(np.zeros(len(known)))
-        result[-1][known] = scored
-    return result

@@ -5,16 +5,11 @@ Shape letters: S sampled tokens of one row. NumPy float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 
-from moe_trm.batch.advantages import Array, Groups
+from moe_trm.batch.advantages import Array
 from moe_trm.batch.collate import recorded_support
-from moe_trm.batch.filters import without_overlong
-from moe_trm.config.schema import BatchConfig
-from moe_trm.types import RolloutRecord, TrainRow
+from moe_trm.types import RolloutRecord
 
 
 def entropy_shaped(entropies: Array, *, right: bool, scale: float) -> Array:
@@ -25,7 +20,7 @@ def entropy_shaped(entropies: Array, *, right: bool, scale: float) -> Array:
     Source: RL-ZVP (arXiv 2509.21880), as CompassMax-V3-Thinking (2512.07710) uses it.
 
     When: many prompts are too easy or too hard for the group, and dropping them (`batch.zero_variance`) would waste
-    their rollouts. Costs one pass over the recorded support in the controller.
+    their rollouts. Costs one pass over the recorded support on each rank.
 
     Args:
         entropies: `[S]` nats, of the sampled tokens of one row.
@@ -49,28 +44,3 @@ def support_entropy(record: RolloutRecord) -> Array:
     terms = np.where(np.isneginf(logs), 0.0, -np.exp(logs) * np.where(np.isneginf(logs), 0.0, logs))
     entropy: Array = np.bincount(row_of, weights=terms, minlength=mask.num_rows)[record.scored]
     return entropy
-
-
-def shaped(rows: Sequence[TrainRow], scale: float, batch: BatchConfig) -> list[TrainRow]:
-    """`rows`, with shaped advantages in groups of several samples and one reward; the others as they are.
-
-    A scale of 0 changes nothing. Samples under `batch.overlong=mask` keep an advantage of 0.
-    """
-    if not scale:
-        return list(rows)
-    records = [row.record for row in rows]
-    rewards = np.array([record.reward for record in records], np.float64)
-    groups = Groups(np.array([record.group_id for record in records]))
-    chosen = (groups.spread(rewards) == 0) & (groups.size > 1)
-    trains = without_overlong(records, np.ones(len(records)), batch)
-    return [
-        _shaped(row, float(scale * factor)) if is_chosen else row
-        for row, is_chosen, factor in zip(rows, chosen, trains, strict=True)
-    ]
-
-
-def _shaped(row: TrainRow, scale: float) -> TrainRow:
-    record = row.record
-    values = np.zeros(record.num_sampled, np.float32)
-    values[record.scored] = entropy_shaped(support_entropy(record), right=(record.reward or 0.0) > 0, scale=scale)
-    return replace(row, advantage=float(values.mean()), token_advantages=values)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import AdvantageConfig, BatchConfig, Config, KlConfig
+from moe_trm.config.schema import AdvantageConfig, BatchConfig, KlConfig, PipelineConfig
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(
+    advantage: AdvantageConfig, keeps_masks: bool, kl: KlConfig, pipeline: PipelineConfig, batch: BatchConfig
+) -> Iterator[Problem]:
     """The reasons that these settings cannot work."""
-    name = config.advantage.name
-    if ADVANTAGES[name].reads_support and not config.keeps_masks:
+    name = advantage.name
+    if ADVANTAGES[name].reads_support and not keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             f"advantage.name={name} reads the distribution that each token was drawn from, "
@@ -21,22 +23,22 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected="keep",
             fix="set sampling_mask.mode=keep, or choose another advantage.name",
         )
-    if ADVANTAGES[name].reads_ratios and not config.pipeline.has_anchor_pass:
+    if ADVANTAGES[name].reads_ratios and not pipeline.has_anchor_pass:
         yield Problem(
             "advantage.name",
             "the ratio of policy to rollout is not known before the update",
-            got=f"{name} with pipeline.behavior={config.pipeline.recovery}",
+            got=f"{name} with pipeline.behavior={pipeline.recovery}",
             expected="pipeline.behavior=snapshot or merged",
         )
-    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and config.kl.coef and config.kl.where == "reward":
+    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and kl.coef and kl.where == "reward":
         yield Problem(
             "kl.where",
             f"{name} compares rewards as they are, and the KL would lower them afterwards",
             got=f"reward with advantage.name={name}",
             expected="loss",
         )
-    if config.advantage.zero_variance_scale:
-        yield from _zero_variance(config.keeps_masks, config.advantage, config.batch, config.kl)
+    if advantage.zero_variance_scale:
+        yield from _zero_variance(keeps_masks, advantage, batch, kl)
 
 
 def _zero_variance(

@@ -6,11 +6,11 @@ in the report where the run's metrics show it. What was not measured shows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_trm.config.correction_rules import loss_facts, preset_of, ratio_of, rules_of
-from moe_trm.config.schema import Config, CorrectionConfig, RolloutConfig
+from moe_trm.config.schema import Config, CorrectionConfig, LossConfig, PipelineConfig, RolloutConfig
 from moe_trm.methods.limits import CLIPPED, FAR_AHEAD, LONG_ROW, OUTLIER, rising, series, surged
 from moe_trm.methods.losses import DEFAULT_LOSS
 
@@ -18,14 +18,6 @@ History = Sequence[Mapping[str, float]]
 WIDE_LOW, WIDE_HIGH = 0.2, 0.28
 """The usual clips of `ppo_clip`; wider ones let more of the drift through."""
 WITH_LAG = ("lag", "merged", "staleness", "total")
-
-
-def _never(_: Config) -> bool:
-    return False
-
-
-def _unseen(_config: Config, _history: History) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -36,16 +28,12 @@ class AntiPattern:
         name: short, as launch and report call it.
         reason: why it ends badly, in one sentence.
         advice: the setting that acts on it.
-        planned: settings that show it.
-        seen: settings and finished metrics (oldest step first) that show it.
         refused: launch refuses it already (`training_rules`, `rollout_rules`); here for the report of an older run.
     """
 
     name: str
     reason: str
     advice: str
-    planned: Callable[[Config], bool] = _never
-    seen: Callable[[Config, History], bool] = _unseen
     refused: bool = False
 
     def __str__(self) -> str:
@@ -57,62 +45,69 @@ def _longest(rollout: RolloutConfig) -> int:
     return of_turns if rollout.has_turns else rollout.max_new_tokens
 
 
-def _unchecked_kl(config: Config) -> bool:
-    return config.pipeline.recovery not in ("same", "snapshot") and config.probe.every == 0
-
-
 def _uses(correction: CorrectionConfig, *names: str) -> bool:
     return any(name in names for name, _ in rules_of(correction))
 
 
-def _noisy_products(config: Config, history: History) -> bool:
+def _noisy_products(correction: CorrectionConfig, history: History) -> bool:
     sizes, noise = series(history, "correction/weight_eff_sample_size"), series(history, "variance/pure_noise")
-    return _uses(config.correction, "seq_tis") and bool(sizes) and sizes[-1] < 0.5 and rising(noise)
+    return _uses(correction, "seq_tis") and bool(sizes) and sizes[-1] < 0.5 and rising(noise)
 
 
-def _wide_clip(config: Config, history: History) -> bool:
-    loss, clipped = config.loss, series(history, "loss/pg_clipfrac")
+def _wide_clip(loss: LossConfig, history: History) -> bool:
+    clipped = series(history, "loss/pg_clipfrac")
     wide = (loss.clip_low or 0.0) > WIDE_LOW or (loss.clip_high or 0.0) > WIDE_HIGH
     return loss.name in (None, DEFAULT_LOSS) and wide and bool(clipped) and clipped[-1] > CLIPPED
 
 
-def _unguarded_surge(config: Config, history: History) -> bool:
-    return config.optimizer.surge_limit is None and surged(history, "response/length_mean") is not None
-
-
-def _averaged_away(_config: Config, history: History) -> bool:
+def _averaged_away(history: History) -> bool:
     largest = series(history, "engine/probs_diff_max")
     return bool(largest) and max(largest) > OUTLIER and sum(largest) / len(largest) <= OUTLIER
 
 
-def _far_ahead(config: Config) -> bool:
-    ratios = [ratio_of(name, thresholds) for name, thresholds in rules_of(config.correction)]
-    corrected = any(ratio in (*WITH_LAG, None) for ratio in ratios) or config.pipeline.recovery == "interpolate"
-    loss = loss_facts(config.loss, preset_of(config.correction))
-    held = loss is None or "lag" in loss.contains
-    return config.pipeline.staleness_limit >= FAR_AHEAD and not corrected and not held
+def _far_ahead(correction: CorrectionConfig, loss: LossConfig, pipeline: PipelineConfig) -> bool:
+    ratios = [ratio_of(name, thresholds) for name, thresholds in rules_of(correction)]
+    corrected = any(ratio in (*WITH_LAG, None) for ratio in ratios) or pipeline.recovery == "interpolate"
+    facts = loss_facts(loss, preset_of(correction))
+    held = facts is None or "lag" in facts.contains
+    return pipeline.staleness_limit >= FAR_AHEAD and not corrected and not held
 
 
-def _long_sums(config: Config) -> bool:
-    correction = config.correction
+def _long_sums(correction: CorrectionConfig) -> bool:
     preset = preset_of(correction)
     sums = [name.startswith("seq_sum_") for name, _ in (preset.rules if preset else ())]
     sums += [
         (rule.name.startswith("seq_sum_") or rule.thresholds.get("score") == "sum") and not rule.by_length
         for rule in correction.rules
     ]
-    return any(sums) and _longest(config.rollout) > LONG_ROW
+    return any(sums)
 
 
-def _idle_replay(config: Config) -> bool:
-    one_step = config.learner.minibatches * config.learner.epochs == 1 and config.pipeline.staleness_limit == 0
-    return config.replay.mode == "R3" and one_step
+def _planned(config: Config) -> dict[str, bool]:
+    """The rows that settings may show, and whether these do."""
+    pipeline, learner, preset = config.pipeline, config.learner, preset_of(config.correction)
+    long = _longest(config.rollout) > LONG_ROW
+    one_step = learner.minibatches * learner.epochs == 1 and pipeline.staleness_limit == 0
+    bypass = (preset is not None and preset.bypass) or not pipeline.has_anchor_pass
+    return {
+        "unchecked KL": pipeline.recovery not in ("same", "snapshot") and config.probe.every == 0,
+        "products of long rows": _uses(config.correction, "seq_tis") and long,
+        "far ahead, uncorrected": _far_ahead(config.correction, config.loss, pipeline),
+        "sums over long rows": _long_sums(config.correction) and long,
+        "replay at one step": config.replay.mode == "R3" and one_step,
+        "bypass with R2": bypass and config.replay.mode == "R2",
+    }
 
 
-def _bypass_without_anchor(config: Config) -> bool:
-    preset = preset_of(config.correction)
-    bypass = (preset is not None and preset.bypass) or not config.pipeline.has_anchor_pass
-    return bypass and config.replay.mode == "R2"
+def _seen(config: Config, history: History) -> dict[str, bool]:
+    """The rows that finished metrics (oldest step first) may show with the settings, and whether these do."""
+    grew = surged(history, "response/length_mean") is not None
+    return {
+        "products of long rows": _noisy_products(config.correction, history),
+        "wide clip": _wide_clip(config.loss, history),
+        "unguarded surge": config.optimizer.surge_limit is None and grew,
+        "maximum averaged away": _averaged_away(history),
+    }
 
 
 ANTI_PATTERNS: tuple[AntiPattern, ...] = (
@@ -120,56 +115,46 @@ ANTI_PATTERNS: tuple[AntiPattern, ...] = (
         "unchecked KL",
         "engines are never compared at the same weights, so a KL that looks like learning may be a broken engine",
         "probe.every=10, or pipeline.behavior=snapshot",
-        planned=_unchecked_kl,
     ),
     AntiPattern(
         "products of long rows",
         "seq_tis multiplies the ratios of a whole answer, and few long rows keep a weight",
         "correction.preset=decoupled_geo_rs_token_tis",
-        planned=lambda config: _uses(config.correction, "seq_tis") and _longest(config.rollout) > LONG_ROW,
-        seen=_noisy_products,
     ),
     AntiPattern(
         "wide clip",
         "the clip is wider than usual and still holds over 20% of the tokens: it hides the drift, it does not mend it",
         "learner.minibatches=1, or half of optimizer.lr",
-        seen=_wide_clip,
     ),
     AntiPattern(
         "unguarded surge",
         "answers grew by over a fifth in 100 steps, and the learning rate does not answer to that",
         "optimizer.surge_limit=1.2, before you look for the cause in the reward",
-        seen=_unguarded_surge,
     ),
     AntiPattern(
         "maximum averaged away",
         "at some steps a token's probability differs by over 0.8 between the engines, which a mean over steps hides",
         "moe-trm doctor, and the transcripts of the steps where engine/probs_diff_max is largest",
-        seen=_averaged_away,
     ),
     AntiPattern(
         "far ahead, uncorrected",
         f"samples may be {FAR_AHEAD} or more versions old, and neither rule nor loss weighs or rejects by that lag",
         "correction.preset=decoupled_token_is",
-        planned=_far_ahead,
     ),
     AntiPattern(
         "sums over long rows",
         f"seq_sum_* and score=sum add up over an answer, so rows above {LONG_ROW} tokens are rejected for their length",
         "the same rule as seq_mean_* or with score=mean, or a target_reject_rate with by_length",
-        planned=_long_sums,
     ),
     AntiPattern(
         "replay at one step",
         "with one update of fresh samples R3 trains another policy than the one that is served, and gains nothing",
         "replay.mode=none",
-        planned=_idle_replay,
     ),
     AntiPattern(
         "bypass with R2",
         "R2 replays the routes of the proximal pass, which plays no part in bypass",
         "replay.mode=R3",
-        planned=_bypass_without_anchor,
         refused=True,
     ),
 )
@@ -177,9 +162,11 @@ ANTI_PATTERNS: tuple[AntiPattern, ...] = (
 
 def planned(config: Config) -> Iterator[AntiPattern]:
     """The rows that the settings alone show and that launch does not refuse, in the order of the table."""
-    return (row for row in ANTI_PATTERNS if not row.refused and row.planned(config))
+    shown = _planned(config)
+    return (row for row in ANTI_PATTERNS if not row.refused and shown.get(row.name))
 
 
 def found(config: Config, history: History) -> list[AntiPattern]:
     """The rows that settings or metrics of a run show, in the order of the table."""
-    return [row for row in ANTI_PATTERNS if row.planned(config) or row.seen(config, history)]
+    settings, metrics = _planned(config), _seen(config, history)
+    return [row for row in ANTI_PATTERNS if settings.get(row.name) or metrics.get(row.name)]

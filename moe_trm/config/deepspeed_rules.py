@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moe_trm.config.pipeline_layout import UNEVEN
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, DeepSpeedConfig, LearnerConfig, ParallelConfig
+from moe_trm.config.schema import DeepSpeedConfig, LearnerConfig, OptimizerConfig, ParallelConfig
 
 _REASONS = {
     "tensor": "ZeRO shards what is kept, never a matrix product",
@@ -19,9 +19,8 @@ _REASONS = {
 }
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(learner: LearnerConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
     """Settings that only Megatron-Core can follow, and those that this DeepSpeed would follow differently."""
-    learner = config.learner
     if learner.backend != "deepspeed":
         return
     for name, reason in _REASONS.items():
@@ -55,18 +54,18 @@ def refusals(config: Config) -> Iterator[Problem]:
             got="1 with learner.dtype=bfloat16",
             expected="2 or 3",
         )
-    if config.optimizer.alignment_limit is not None and learner.deepspeed.zero_stage == 3:
+    if optimizer.alignment_limit is not None and learner.deepspeed.zero_stage == 3:
         yield Problem(
             "optimizer.alignment_limit",
             "gradients of ZeRO 3 are not in one place before the step",
-            got=f"{config.optimizer.alignment_limit} with learner.deepspeed.zero_stage=3",
+            got=f"{optimizer.alignment_limit} with learner.deepspeed.zero_stage=3",
             expected="none, or stage 1 or 2",
         )
-    if config.optimizer.extra:
+    if optimizer.extra:
         yield Problem(
             "optimizer.extra",
             "these are options of Megatron-Core's optimizer",
-            got=", ".join(config.optimizer.extra),
+            got=", ".join(optimizer.extra),
             expected="none with learner.backend=deepspeed",
         )
 

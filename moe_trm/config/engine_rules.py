@@ -9,6 +9,7 @@ from moe_trm.config.engines import KEY, traits_of
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import ConfigError
+from moe_trm.functions.load import load_function
 
 
 def unknown(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -20,8 +21,10 @@ def unknown(rollout: RolloutConfig) -> Iterator[Problem]:
 
 
 def refusals(config: Config) -> Iterator[Problem]:
-    """Wishes of this run that the engine cannot fulfil."""
+    """Wishes of this run that the engine cannot fulfil, and the engine's own rules."""
     name, traits = config.rollout.engine, config.rollout.traits
+    if traits.rules:
+        yield from load_function(traits.rules, key=KEY)(config)
     if wants_routes(config) and not traits.records_routes:
         yield Problem(
             KEY,
@@ -35,6 +38,13 @@ def refusals(config: Config) -> Iterator[Problem]:
             "this engine records no sampling masks",
             got=f"keep with rollout.engine={name}",
             expected="off",
+        )
+    if config.rollout.colocate and traits.has_weights and not traits.lends_memory:
+        yield Problem(
+            "rollout.colocate",
+            "this engine does not lend its memory",
+            got=f"true with rollout.engine={name}",
+            expected="false",
         )
     if config.sync.method == "distributed" and traits.has_weights and not traits.takes_broadcasts:
         yield Problem(

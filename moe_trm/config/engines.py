@@ -14,6 +14,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.functions.load import load_function
 
 KEY = "rollout.engine"
+DEFAULT = "sglang"
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,13 @@ class EngineTraits:
         records_routes: its records can have the experts of every token.
         records_masks: its records can have the support that each token was sampled from.
         takes_broadcasts: weights can reach it by `sync.method=distributed`.
-        has_servers: it asks SGLang servers: those of `rollout.url` or `rollout.urls`, else the one of
+        has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
+        lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).
         awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
-        packages: distributions that must be installed where the run starts it.
+        packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
+        rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
+            `Problem`s. Empty: none.
     """
 
     has_weights: bool = True
@@ -38,17 +42,45 @@ class EngineTraits:
     records_masks: bool = True
     takes_broadcasts: bool = False
     has_servers: bool = False
+    lends_memory: bool = True
     awaits_weights: bool = False
     packages: tuple[str, ...] = ()
+    rules: str = ""
 
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     {
-        "sglang": EngineTraits(takes_broadcasts=True, has_servers=True, awaits_weights=True, packages=("sglang",)),
+        DEFAULT: EngineTraits(
+            takes_broadcasts=True,
+            has_servers=True,
+            awaits_weights=True,
+            packages=("sglang==0.5.23",),
+            rules="moe_trm.rollout.sglang.server_flags:refusals",
+        ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }
 )
 """The engines of this repository. `moe_trm.rollout.build` makes them."""
+
+SERVER_BACKENDS: Mapping[str, str] = MappingProxyType({DEFAULT: "moe_trm.rollout.sglang.backend:SglangBackend"})
+"""The `ServerBackend` of each that has servers; one of the user's own is named as itself."""
+
+NAMED_PARSERS = "moe_trm.rollout.sglang.agent_parsers"
+"""Module with the parsers of answers that `agent.tool_parser` and `agent.reasoning_parser` know by name."""
+
+
+LEARNER = "learner"
+"""Stands beside engines with servers where weights are evaluated: the learner's own policy answers."""
+
+
+def short_name(engine: str) -> str:
+    """For files and tables: the engine's name, or the class of one of the user's own."""
+    return engine.rpartition(":")[2]
+
+
+def may_answer(by: str) -> bool:
+    """True where evaluations can be answered by `by`: an engine with servers, or `LEARNER`. Raises as `traits_of`."""
+    return by == LEARNER or traits_of(by).has_servers
 
 
 def traits_of(engine: str) -> EngineTraits:

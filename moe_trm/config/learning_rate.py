@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moe_trm.config.schema import Config, OptimizerConfig
+from moe_trm.config.schema import LearnerConfig, OptimizerConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LearningRate:
         return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
 
 
-def learning_rate(config: Config) -> LearningRate:
+def learning_rate(optimizer: OptimizerConfig, learner: LearnerConfig, train: TrainConfig) -> LearningRate:
     """The schedule of a run; without `optimizer.decay_steps` it ends with the run's last optimizer step."""
-    all_steps = config.train.steps * config.learner.minibatches * config.learner.epochs
-    return LearningRate(config.optimizer, config.optimizer.decay_steps or all_steps)
+    all_steps = train.steps * learner.minibatches * learner.epochs
+    return LearningRate(optimizer, optimizer.decay_steps or all_steps)

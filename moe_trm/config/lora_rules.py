@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, LearnerConfig, LoraConfig
+from moe_trm.config.schema import LearnerConfig, LoraConfig, ProbeConfig, RolloutConfig
 
 ROUTER = "router"
 
@@ -70,11 +70,10 @@ def idle_settings(learner: LearnerConfig) -> Iterator[str]:
         )
 
 
-def surprises(config: Config) -> Iterator[str]:
+def surprises(learner: LearnerConfig, rollout: RolloutConfig, probe: ProbeConfig) -> Iterator[str]:
     """Measurements that there are not with adapters."""
-    learner, rollout = config.learner, config.rollout
     narrows = learner.dtype == "float32" != rollout.server.dtype
-    if learner.lora.rank and config.probe.every and (narrows or rollout.fake_quantization is not None):
+    if learner.lora.rank and probe.every and (narrows or rollout.fake_quantization is not None):
         yield (
             f"probe/cast_k3_kl and its like are not measured with learner.lora.rank={learner.lora.rank}: copies of "
             "weights are of A and B alone, and cannot be rounded as the sum is"

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, CorrectionConfig, LearnerConfig, ProbeConfig, ReplayConfig, RolloutConfig
+from moe_trm.config.schema import (
+    BatchConfig,
+    CorrectionConfig,
+    LearnerConfig,
+    ProbeConfig,
+    ReplayConfig,
+    RolloutConfig,
+    SyncConfig,
+)
 
 CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
 """The correction to begin with where the rollout is a policy of its own."""
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(rollout: RolloutConfig, sync: SyncConfig, learner: LearnerConfig, batch: BatchConfig) -> Iterator[Problem]:
     """The reasons that these settings cannot work."""
-    initial, rollout = config.learner.loss_scale.initial, config.rollout
+    initial = learner.loss_scale.initial
     if initial & (initial - 1):
         yield Problem(
             "learner.loss_scale.initial",
@@ -21,17 +29,17 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=str(initial),
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
-    yield from _fp8(config.learner)
-    if config.learner.fp8 != "none" and config.batch.layout == "packed":
+    yield from _fp8(learner)
+    if learner.fp8 != "none" and batch.layout == "packed":
         yield Problem(
             "batch.layout",
             "8-bit products over packs have not been proved: their scales would see other columns",
-            got=f"packed with learner.fp8={config.learner.fp8}",
+            got=f"packed with learner.fp8={learner.fp8}",
             expected="padded",
             fix="set batch.layout=padded, or learner.fp8=none",
         )
     yield from _deterministic(rollout)
-    yield from _round_like_rollout(config.rollout, config.learner)
+    yield from _round_like_rollout(rollout, learner)
     if rollout.quantization is not None and rollout.fake_quantization is not None:
         yield Problem(
             "rollout.fake_quantization",
@@ -49,7 +57,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected="none on a CPU",
             fix="set rollout.quantization=null, or rollout.url to a server that runs elsewhere",
         )
-    if config.sync.verify:
+    if sync.verify:
         yield Problem(
             "sync.verify",
             "the engine's checksums are those of the weights it rounded, not of those that were sent",
@@ -148,10 +156,15 @@ def unrepeatable(learner: LearnerConfig, rollout: RolloutConfig) -> str | None:
     return None
 
 
-def surprises(config: Config) -> Iterator[str]:
+def surprises(
+    learner: LearnerConfig,
+    rollout: RolloutConfig,
+    replay: ReplayConfig,
+    probe: ProbeConfig,
+    correction: CorrectionConfig,
+) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
-    learner, rollout = config.learner, config.rollout
-    yield from _rounded_rollouts(config.rollout, config.replay, config.probe, config.correction, config.learner)
+    yield from _rounded_rollouts(rollout, replay, probe, correction, learner)
     narrows = learner.dtype == "float32" != rollout.server.dtype
     if learner.round_like_rollout and rollout.fake_quantization is None and not narrows:
         yield (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_trm.config.choices import wants_routes
 from moe_trm.config.problems import Problem
-from moe_trm.config.route_defects import defects_asked_for
 from moe_trm.config.schema import Config, PipelineConfig, RecordConfig, ReplayConfig, RolloutConfig, SyncConfig
 
 MASK_LIMIT = 4096
@@ -17,7 +15,6 @@ def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
         *_rollout(config.rollout, config.keeps_masks, config.record, config.sync),
-        *_routes(config),
         *_pipeline(config.pipeline, config.rollout, config.replay, config.sync),
     ]
 
@@ -89,20 +86,6 @@ def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sy
             "one kept id is greedy decoding: nothing is sampled, and the engine's log-probs ignore the temperature",
             got="1",
             expected="none, or at least 2",
-        )
-
-
-def _routes(config: Config) -> Iterator[Problem]:
-    """Options of the server with which its routes would be wrong."""
-    if not (config.rollout.starts_server and wants_routes(config)):
-        return
-    for defect, words in defects_asked_for(config.rollout.server.extra_args):
-        yield Problem(
-            "rollout.server.extra_args",
-            f"the server's routes would be wrong: {defect.what} ({defect.source})",
-            got=words,
-            expected="a command line without it",
-            fix="leave it out, or do without routes: replay.mode=none or R2, and probe.every=0",
         )
 
 

@@ -21,7 +21,6 @@ from moe_trm.config import (
     precision_rules,
     rollout_rules,
     schedule_rules,
-    server_flags,
     task_rules,
     training_rules,
 )
@@ -57,8 +56,7 @@ def _refusals(config: Config) -> list[Problem]:
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *schedule_rules.refusals(config),
-        *server_flags.refusals(config.rollout),
-        *task_rules.refusals(config),
+        *task_rules.refusals(config.task, config.rollout, config.train, config.eval),
         *training_rules.refusals(config),
         *correction_rules.refusals(
             config.correction,
@@ -68,9 +66,9 @@ def _refusals(config: Config) -> list[Problem]:
             rollout=config.rollout,
             keeps_masks=config.keeps_masks,
         ),
-        *advantage_rules.refusals(config),
-        *precision_rules.refusals(config),
-        *deepspeed_rules.refusals(config),
+        *advantage_rules.refusals(config.advantage, config.keeps_masks, config.kl, config.pipeline, config.batch),
+        *precision_rules.refusals(config.rollout, config.sync, config.learner, config.batch),
+        *deepspeed_rules.refusals(config.learner, config.optimizer),
         *lora_rules.refusals(config.learner),
         *_observe(config.observe),
     ]
@@ -83,8 +81,8 @@ def warnings(config: Config) -> list[str]:
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config.learner),
         *lora_rules.idle_settings(config.learner),
-        *precision_rules.surprises(config),
-        *lora_rules.surprises(config),
+        *precision_rules.surprises(config.learner, config.rollout, config.replay, config.probe, config.correction),
+        *lora_rules.surprises(config.learner, config.rollout, config.probe),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]

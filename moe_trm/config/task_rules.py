@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, EvalConfig, RolloutConfig, TaskConfig, TrainConfig
+from moe_trm.config.schema import EvalConfig, RolloutConfig, TaskConfig, TrainConfig
 
 
-def refusals(config: Config) -> list[Problem]:
+def refusals(task: TaskConfig, rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
-    return [*_task(config.task, config.rollout, config.train), *_evaluation(config.eval, config.task)]
+    return [*_task(task, rollout, train), *_evaluation(evaluation, task)]
 
 
 def _task(task: TaskConfig, rollout: RolloutConfig, train: TrainConfig) -> Iterator[Problem]:

@@ -14,8 +14,10 @@ from moe_trm.config.schema import (
     KlConfig,
     LearnerConfig,
     LossConfig,
+    OptimizerConfig,
     PipelineConfig,
     ReplayConfig,
+    TrainConfig,
 )
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
@@ -26,7 +28,7 @@ def refusals(config: Config) -> list[Problem]:
     return [
         *_batch(config),
         *_kl(config.kl, config.advantage),
-        *_optimizer(config),
+        *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
     ]
 
@@ -142,8 +144,10 @@ def _kl(kl: KlConfig, advantage: AdvantageConfig) -> Iterator[Problem]:
         )
 
 
-def _optimizer(config: Config) -> Iterator[Problem]:
-    optimizer, rate = config.optimizer, learning_rate(config)
+def _optimizer(
+    optimizer: OptimizerConfig, learner: LearnerConfig, train: TrainConfig, pipeline: PipelineConfig
+) -> Iterator[Problem]:
+    rate = learning_rate(optimizer, learner, train)
     if optimizer.min_lr > optimizer.lr:
         yield Problem(
             "optimizer.min_lr",
@@ -166,11 +170,11 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             got=f"{rate.final_steps} of {rate.num_steps} optimizer steps, {optimizer.warmup_steps} of them warm-up",
             expected=f"at most {rate.num_steps - optimizer.warmup_steps}",
         )
-    if optimizer.ess_scale != "off" and not config.pipeline.has_anchor_pass:
+    if optimizer.ess_scale != "off" and not pipeline.has_anchor_pass:
         yield Problem(
             "optimizer.ess_scale",
             "the ratio of policy to rollout is not known before the update",
-            got=f"{optimizer.ess_scale} with pipeline.behavior={config.pipeline.recovery}",
+            got=f"{optimizer.ess_scale} with pipeline.behavior={pipeline.recovery}",
             expected="pipeline.behavior=snapshot or merged",
         )
     for index, group in enumerate(optimizer.groups):

@@ -9,28 +9,20 @@ import torch
 from torch import Tensor
 
 from moe_trm.ratios import LogRatios
+from moe_trm.row_fields import RowFields
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(RowFields):
     """Everything a rule may look at; `[B, T]` values are read only where `ratios.mask` is True.
 
     Attributes:
         ratios: the decomposed log-ratios; rules detach what they read.
         advantages: advantage of each token.
-        turn_ids: turn of each token, or None for single-turn data.
-        versions: weight version that sampled each token, or None.
-        rewards: `[B]` reward of each row, or None: who was right, for the strata of acceptance.
-        exact_kl: KL(mu || pi_theta) of each context over the recorded support, or None when only sampled tokens are
-            known.
     """
 
     ratios: LogRatios
     advantages: Tensor
-    turn_ids: Tensor | None = None
-    versions: Tensor | None = None
-    exact_kl: Tensor | None = None
-    rewards: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:

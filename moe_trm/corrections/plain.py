@@ -178,7 +178,7 @@ def _evidence(bound: Sequence[BoundRule], given: Mapping[str, Tensor | None], ma
     return kind(
         ratios,
         torch.full_like(rollout, torch.nan) if advantages is None else advantages,
-        given["turn_ids"],
+        turn_ids=given["turn_ids"],
         exact_kl=given["exact_kl"],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_trm.config.schema import AgentConfig, Config, ModelConfig
+from moe_trm.config.schema import AgentConfig, ModelConfig, RolloutConfig
 from moe_trm.doctor.checks import Check, attempt
 from moe_trm.rollout.agents.continuity import cut, situations
 from moe_trm.rollout.agents.template import ChatTemplate
@@ -13,10 +13,10 @@ from moe_trm.tasks.tokens import Tokens
 NAME = "chat template"
 
 
-def chat_template(config: Config) -> Iterator[Check]:
+def chat_template(rollout: RolloutConfig, model: ModelConfig, agent: AgentConfig) -> Iterator[Check]:
     """The check of a run with an agent; none elsewhere."""
-    if config.rollout.agent is not None:
-        yield attempt(NAME, lambda: look(config.model, config.agent))
+    if rollout.agent is not None:
+        yield attempt(NAME, lambda: look(model, agent))
 
 
 def look(model: ModelConfig, agent: AgentConfig) -> Check:

@@ -18,7 +18,6 @@ from moe_trm.doctor.checks import Check
 
 TESTED = {
     "torch": "2.13.0",
-    "sglang": "0.5.23",
     "megatron-core": "0.16.1",
     "transformers": "5.19.0",
     "safetensors": "0.8.0",
@@ -56,17 +55,17 @@ def _python() -> Check:
 
 
 def _packages(rollout: RolloutConfig, learner: LearnerConfig) -> Iterator[Check]:
-    needed = set() if rollout.attached else {*rollout.traits.packages}
-    needed |= {"torch", "transformers", "safetensors"} | (
-        {"megatron-core"} if learner.backend == "megatron" else {"deepspeed"}
-    )
-    for name in sorted(needed):
+    trainer = "megatron-core" if learner.backend == "megatron" else "deepspeed"
+    wanted = {name: TESTED.get(name) for name in ("torch", "transformers", "safetensors", trainer)}
+    for package in () if rollout.attached else rollout.traits.packages:
+        name, _, release = package.partition("==")
+        wanted[name] = release or None
+    for name, tested in sorted(wanted.items()):
         try:
             found = version(name)
         except PackageNotFoundError:
             yield Check(name, "fail", "not installed", f"pip install {name}, or make install")
             continue
-        tested = TESTED.get(name)
         same = tested is None or found.split("+")[0] == tested
         yield Check(name, "ok" if same else "warn", found if same else f"{found}; tested with {tested}")
 

@@ -100,8 +100,8 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
     else:
         yield from without_weights(config, world_size)
     yield attempt("tokenizer", lambda: _tokenizer(config.model))
-    yield from chat_template(config)
-    yield from attached(config)
+    yield from chat_template(config.rollout, config.model, config.agent)
+    yield from attached(config.rollout, config.model.checkpoint)
 
 
 def has_weights(checkpoint: str) -> bool:

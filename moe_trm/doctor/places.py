@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from moe_trm.config.schema import Config, RolloutConfig, TaskConfig
+from moe_trm.config.schema import CheckpointConfig, RecordConfig, RolloutConfig, SyncConfig, TaskConfig
 from moe_trm.errors import ConfigError, refuse_together
-from moe_trm.rollout.sglang.port import held_port
+from moe_trm.rollout.servers.port import held_port
 from moe_trm.tasks.rows import check_source
 
 
@@ -20,13 +20,15 @@ def check_prompts(task: TaskConfig) -> None:
         refuse_together(*(lambda source=source: check_source(source) for source in sources if source))
 
 
-def check_folders(config: Config) -> None:
+def check_folders(
+    checkpoint: CheckpointConfig, record: RecordConfig, sync: SyncConfig, name: str, run_dir: str
+) -> None:
     """The run can write where it is told to. Raises `ConfigError`."""
     named = {
-        "run_dir": str(Path(config.run_dir) / config.name),
-        "checkpoint.dir": config.checkpoint.dir,
-        "record.bundle": config.record.bundle,
-        "sync.dir": config.sync.dir,
+        "run_dir": str(Path(run_dir) / name),
+        "checkpoint.dir": checkpoint.dir,
+        "record.bundle": record.bundle,
+        "sync.dir": sync.dir,
     }
     refuse_together(*(lambda key=key, to=to: _writable(key, Path(to)) for key, to in named.items() if to))
 

@@ -30,7 +30,7 @@ from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
-from moe_trm.rollout.sglang.served_folder import check_quantised
+from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.step.recipe import recipe
 
 
@@ -97,7 +97,8 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     refuse_together(*_needs(config))
     hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
-    check_quantised(config)
+    if config.rollout.traits.has_servers:
+        backend_of(config.rollout.engine).check(config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     recipe(config)
     check_trackers(config.observe)
@@ -117,7 +118,7 @@ def _needs(config: Config) -> list[Callable[[], object]]:
     return [
         lambda: read_hf_config(config.model.checkpoint),
         lambda: check_prompts(config.task),
-        lambda: check_folders(config),
+        lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
     ]
 
 

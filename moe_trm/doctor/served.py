@@ -9,12 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import RolloutConfig
 from moe_trm.doctor.checks import Check, attempt
 from moe_trm.errors import EngineError
 from moe_trm.models.hf_config import library_config
 from moe_trm.rollout.credentials import api_key_for
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.backend import ServerBackend, backend_of
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.tasks.tokens import Tokens
 
 SAMPLES = ("672+39=", "The quick brown fox\n", " 1, 2, 3 # 4", "Zürich 東京 \N{ROCKET}")
@@ -23,33 +24,37 @@ MEANS_THE_SAME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version
 """Keys of config.json that change no number."""
 
 
-def attached(config: Config) -> Iterator[Check]:
-    """Checks of every server that the run attaches to; none where it starts its own from the same folder."""
-    if not (config.rollout.traits.has_servers and config.rollout.attached):
+def attached(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
+    """Checks of every server that the run attaches to; none where it starts its own from `checkpoint`, the folder of
+    the learner.
+    """
+    if not (rollout.traits.has_servers and rollout.attached):
         return
-    for url in config.rollout.addresses:
+    for url in rollout.addresses:
         for what, look in (("tokenizer", _tokenizer), ("model", _geometry)):
-            yield attempt(f"{what} of {url}", partial(_looked, config, url, look))
+            yield attempt(f"{what} of {url}", partial(_looked, rollout, checkpoint, url, look))
 
 
-def _looked(config: Config, url: str, look: Any) -> Check:
-    return asyncio.run(_with(config, url, look))
+def _looked(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
+    return asyncio.run(_with(rollout, checkpoint, url, look))
 
 
-async def _with(config: Config, url: str, look: Any) -> Check:
-    async with EngineHttp(url, api_key_for(config), timeout_s=20.0, max_attempts=1) as http:
-        found: Check = await look(config, http)
+async def _with(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
+    async with EngineHttp(url, api_key_for(rollout), timeout_s=20.0, max_attempts=1) as http:
+        found: Check = await look(backend_of(rollout.engine), checkpoint, http)
         return found
 
 
-async def _tokenizer(config: Config, http: EngineHttp) -> Check:
-    tokens, name = Tokens(config.model.checkpoint), f"tokenizer of {http.url}"
+async def _tokenizer(backend: ServerBackend, checkpoint: str, http: EngineHttp) -> Check:
+    tokens, name = Tokens(checkpoint), f"tokenizer of {http.url}"
     for text in SAMPLES:
         try:
-            answer = await http.post("/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})
+            said = await backend.tokenized(http, text)
         except EngineError as error:
             return Check(name, "skip", f"the server does not tokenize: {error.what}")
-        theirs, ours = list(answer["tokens"]), list(tokens.encode_plain(text))
+        if said is None:
+            return Check(name, "skip", "servers of this engine do not say how they tokenize")
+        theirs, ours = list(said), list(tokens.encode_plain(text))
         if theirs != ours:
             return Check(
                 name,
@@ -60,12 +65,14 @@ async def _tokenizer(config: Config, http: EngineHttp) -> Check:
     return Check(name, "ok", f"the learner's, on {len(SAMPLES)} texts")
 
 
-async def _geometry(config: Config, http: EngineHttp) -> Check:
+async def _geometry(backend: ServerBackend, checkpoint: str, http: EngineHttp) -> Check:
     name = f"model of {http.url}"
-    folder = Path(str((await http.get("/model_info")).get("model_path", "")))
+    folder = await backend.model_folder(http)
+    if folder is None:
+        return Check(name, "skip", "servers of this engine do not say what they serve")
     if not (folder / "config.json").is_file():
         return Check(name, "skip", f"{folder} is not on this machine")
-    theirs, ours = _read(folder), library_config(_read(Path(config.model.checkpoint)))
+    theirs, ours = _read(folder), library_config(_read(Path(checkpoint)))
     # Of a quantised checkpoint a server has to hold plain weights: pushes are.
     held = {key: theirs[key] for key in ("quantization_config",) if key in theirs}
     different = differing(library_config(theirs) | held, ours)

@@ -7,9 +7,10 @@ import json
 import tempfile
 from pathlib import Path
 
+from moe_trm.config.engines import LEARNER, short_name
 from moe_trm.doctor.preflight import load_here
 from moe_trm.evaluate.measure import Evaluation, evaluate
-from moe_trm.evaluate.target import find_target, settings_of
+from moe_trm.evaluate.target import answering, find_target, settings_of
 
 NUM_SHOWN = 3
 """Answers that are printed; all of them are in the JSON."""
@@ -25,9 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, metavar="K", help="sampled answers to each prompt (eval.samples)")
     parser.add_argument(
         "--by",
-        choices=("sglang", "learner"),
-        default="sglang",
-        help="who answers: a real SGLang server, or the learner's own policy: transformers, in learner.dtype",
+        metavar="ENGINE",
+        help=f"who answers: an engine's servers (default: the run's), or `{LEARNER}`: transformers, in learner.dtype",
     )
     parser.add_argument("--json", type=Path, help="file of the results (default: RUN/eval/WEIGHTS-BY.json)")
 
@@ -37,17 +37,20 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="moe-trm-eval-") as folder:
         scratch = Path(folder)
         target = find_target(args.weights, args.step, scratch)
-        path, own = settings_of(target, config=args.config, prompts=args.prompts, samples=args.samples, scratch=scratch)
+        by = answering(target, args.config, args.by)
+        path, own = settings_of(
+            target, by=by, config=args.config, prompts=args.prompts, samples=args.samples, scratch=scratch
+        )
         config, _ = load_here(str(path), [*own, *args.overrides])
-        out = args.json or target.folder / f"{'' if target.run else 'eval-'}{target.name}-{args.by}.json"
+        out = args.json or target.folder / f"{'' if target.run else 'eval-'}{target.name}-{short_name(by)}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
-        print(f"evaluating {target.weights if args.step is None else target.name} by {args.by}", flush=True)
-        found = evaluate(config, target.weights, args.by, scratch, out.with_suffix(".log"))
+        print(f"evaluating {target.weights if args.step is None else target.name} by {by}", flush=True)
+        found = evaluate(config, target.weights, by, scratch, out.with_suffix(".log"))
     print(table(found))
     document = {
         "weights": str(args.weights),
         "checkpoint": target.name,
-        "by": args.by,
+        "by": by,
         "dtype": found.dtype,
         "task": config.task.model_dump(mode="json"),
         "metrics": dict(found.metrics),

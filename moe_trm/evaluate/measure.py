@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from moe_trm.config.engines import LEARNER
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ConfigError
@@ -22,11 +23,10 @@ from moe_trm.rollout.build import build_engine, build_sampler, sampling_params
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Answer, Evaluator, SetAnswers, reward_of
+from moe_trm.rollout.servers.process import start_server
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import reward_input
-
-By = Literal["sglang", "learner"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Evaluation:
     dtype: str
 
 
-def evaluate(config: Config, weights: Path, by: By, scratch: Path, log: Path) -> Evaluation:
+def evaluate(config: Config, weights: Path, by: str, scratch: Path, log: Path) -> Evaluation:
     """Measure the policy that `weights` make.
 
     Args:
         config: of a run; only the task, the evaluation and the rollout side are read.
         weights: a Hugging Face folder.
-        by: `sglang`: the server of the configuration, or one that is started; `learner`: transformers, in
+        by: name of the configured engine: its servers, or one that is started; `LEARNER`: transformers, in
             `learner.dtype`.
         scratch: a folder for the weights in the engine's dtype.
         log: where the output of a started server goes.
@@ -70,7 +70,7 @@ def evaluate(config: Config, weights: Path, by: By, scratch: Path, log: Path) ->
             fix="Give --prompts FILE.",
         )
     config = _bare(config)
-    dtype = config.learner.dtype if by == "learner" else config.rollout.server.dtype
+    dtype = config.learner.dtype if by == LEARNER else config.rollout.server.dtype
     with _served(config, by, log) as (attached, key):
         return asyncio.run(_evaluate(attached, weights, by, scratch, dtype, key))
 
@@ -89,14 +89,12 @@ def _bare(config: Config) -> Config:
 
 
 @contextmanager
-def _served(config: Config, by: By, log: Path) -> Iterator[tuple[Config, str | None]]:
+def _served(config: Config, by: str, log: Path) -> Iterator[tuple[Config, str | None]]:
     """The configuration with the address of its server, and that one's key. A server that is started ends here."""
-    if by == "learner" or not config.rollout.starts_server:
-        yield config, api_key_for(config)
+    if by == LEARNER or not config.rollout.starts_server:
+        yield config, api_key_for(config.rollout)
         return
-    from moe_trm.rollout.sglang.supervisor import start_server
-
-    key = api_key_for(config) or secrets.token_hex(16)
+    key = api_key_for(config.rollout) or secrets.token_hex(16)
     server = start_server(config, log, key)
     try:
         rollout = config.rollout.model_copy(update={"url": server.url})
@@ -106,12 +104,12 @@ def _served(config: Config, by: By, log: Path) -> Iterator[tuple[Config, str | N
 
 
 async def _evaluate(
-    config: Config, weights: Path, by: By, scratch: Path, dtype: str, api_key: str | None
+    config: Config, weights: Path, by: str, scratch: Path, dtype: str, api_key: str | None
 ) -> Evaluation:
     task = build_task(config.task, config.model.checkpoint, config.seed)
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
     engine: RolloutEngine = (
-        OwnPolicy(dtype, config.seed, task.tokens.max_positions) if by == "learner" else build_engine(config, api_key)
+        OwnPolicy(dtype, config.seed, task.tokens.max_positions) if by == LEARNER else build_engine(config, api_key)
     )
     try:
         await task.start()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_trm.config.engines import DEFAULT, LEARNER, may_answer, traits_of
 from moe_trm.config.load import read_yaml
 from moe_trm.errors import ConfigError, RunError
 from moe_trm.export.checkpoint import export_checkpoint
@@ -77,8 +78,25 @@ def _of_run(run: RunFolder, step: int | None, scratch: Path) -> Target:
     return Target(export_checkpoint(checkpoint, scratch / checkpoint.name), checkpoint.name, run)
 
 
+def answering(target: Target, config: Path | None, by: str | None) -> str:
+    """The engine that answers, or `LEARNER`: `by`, else the run's own where it has servers, else the default one.
+
+    Raises `ConfigError` for an engine that is not known or has no servers.
+    """
+    path = config or (target.run.path / "config.json" if target.run is not None else None)
+    rollout = (read_yaml(path).get("rollout") or {}) if path is not None else {}
+    own = str(rollout.get("engine", DEFAULT))
+    if by is None:
+        return own if traits_of(own).has_servers else DEFAULT
+    if not may_answer(by):
+        raise ConfigError(
+            "this engine has no servers that could answer", where="--by", got=by, expected=f"{DEFAULT}, {LEARNER}"
+        )
+    return by
+
+
 def settings_of(
-    target: Target, *, config: Path | None, prompts: Path | None, samples: int | None, scratch: Path
+    target: Target, *, by: str, config: Path | None, prompts: Path | None, samples: int | None, scratch: Path
 ) -> tuple[Path, list[str]]:
     """The configuration file to read, and what is overridden in it before the user's own overrides.
 
@@ -97,7 +115,13 @@ def settings_of(
     task = (read_yaml(path).get("task") or {}) if path is not None else {}
     # This evaluation has a server of its own: pushing to the servers of a run would end that run.
     own = ["rollout.url=null", "rollout.urls=[]", "rollout.router=null", "rollout.server.port=0"]
-    own += ["rollout.engine=sglang", "rollout.bundle=null", "rollout.colocate=false", "record.bundle=null"]
+    engine = DEFAULT if by == LEARNER else by
+    own += [
+        f"rollout.engine={json.dumps(engine)}",
+        "rollout.bundle=null",
+        "rollout.colocate=false",
+        "record.bundle=null",
+    ]
     if path is None:
         path = scratch / "eval.yaml"
         path.write_text(json.dumps({"model": {"checkpoint": str(target.weights)}}), encoding="utf-8")

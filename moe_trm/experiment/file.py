@@ -7,13 +7,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
+from moe_trm.config.engines import DEFAULT, LEARNER, may_answer
 from moe_trm.config.load import read_yaml
 from moe_trm.config.problems import Problem, refuse
 from moe_trm.config.schema.section import Count, Positive, Section
+from moe_trm.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Names of arms and experiments: they become folders."""
@@ -38,8 +40,9 @@ class ExperimentFile(Section):
     """Training steps of each run."""
     primary_metric: str
     """The metric that decides, e.g. `eval/accuracy`. All others are shown beside it."""
-    evaluations: tuple[Literal["sglang", "learner"], ...] = ()
-    """Who answers the held-out prompts with each run's final weights, by `moe-trm eval`: the engine, the learner."""
+    evaluations: tuple[str, ...] = ()
+    """Who answers the held-out prompts with each run's final weights, by `moe-trm eval`: an engine with servers by its
+    name, e.g. `sglang`, or `learner`."""
     ranks: Positive | None = None
     """Learner ranks of a run; none: the fewest that hold the model."""
     run_dir: str = "runs"
@@ -89,6 +92,16 @@ def _problem(details: Any) -> Problem:
     )
 
 
+def _answering(by: str) -> Iterator[Problem]:
+    """The reason why `by` cannot answer evaluations, if there is one."""
+    try:
+        able, reason = may_answer(by), "has no servers that could answer"
+    except ConfigError as error:
+        able, reason = False, error.what
+    if not able:
+        yield Problem("evaluations", reason, got=by, expected=f"{DEFAULT}, {LEARNER}, or another engine with servers")
+
+
 def _contradictions(file: ExperimentFile) -> Iterator[Problem]:
     for key, name in (("name", file.name), *(("arms", arm) for arm in file.arms)):
         if not NAME.fullmatch(name):
@@ -106,6 +119,8 @@ def _contradictions(file: ExperimentFile) -> Iterator[Problem]:
             expected="different seeds",
         )
     if len(set(file.evaluations)) < len(file.evaluations):
-        yield Problem("evaluations", "given twice", got=", ".join(file.evaluations), expected="sglang, learner")
+        yield Problem("evaluations", "given twice", got=", ".join(file.evaluations), expected=f"{DEFAULT}, {LEARNER}")
+    for by in file.evaluations:
+        yield from _answering(by)
     if file.baseline is not None and file.baseline not in file.arms:
         yield Problem("baseline", "no arm has this name", got=file.baseline, expected=" or ".join(file.arms))

@@ -74,14 +74,14 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides about the outcome, by dotted key; places are no part of it."""
-        arms = {arm: _apart_from_place(config) for arm, config in self.configs.items()}
+        arms = {arm: _apart_from_place(config.dump()) for arm, config in self.configs.items()}
         file = self.file.model_dump(mode="json", exclude=PLACES)
         flat = flatten({**file, "baseline": self.file.against, "order": list(arms)})
         return flat | {f"arms.{arm}.{key}": value for arm, flat in arms.items() for key, value in flat.items()}
 
     def apart(self, arm: str) -> dict[str, tuple[Any, Any]]:
         """Settings of `arm` that differ from the baseline's: theirs and its own."""
-        first, own = (_apart_from_place(self.configs[each]) for each in (self.file.against, arm))
+        first, own = (_apart_from_place(self.configs[each].dump()) for each in (self.file.against, arm))
         return {key: (first.get(key), own.get(key)) for key in different_keys(first, own)}
 
 
@@ -113,8 +113,9 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
         configs[arm] = config
 
     refuse_together(*(lambda arm=arm: resolve(arm) for arm in file.arms))
-    refuse(str(path), [*_shared_places(configs), *_same_arms(configs)])
-    refuse(str(path), [*_metric(file, configs), *_weights(file, configs), *_server(file, configs), *_forks(file)])
+    settings = {arm: config.dump() for arm, config in configs.items()}
+    refuse(str(path), [*_shared_places(settings[file.against]), *_same_arms(settings)])
+    refuse(str(path), [*_arms(file, configs), *_server(file, configs), *_forks(file)])
     runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
     return Plan(file, folder, runs, configs)
 
@@ -152,17 +153,17 @@ def _overrides_of_its_own(file: ExperimentFile) -> Iterator[Problem]:
                 yield Problem(place, f"{key} is set by the experiment itself", got=override, expected=OWN[key])
 
 
-def _shared_places(configs: Mapping[str, Config]) -> Iterator[Problem]:
-    flat = flatten(next(iter(configs.values())).dump())
+def _shared_places(settings: dict[str, Any]) -> Iterator[Problem]:
+    flat = flatten(settings)
     for key in ONE_PLACE:
         if flat.get(key):
             yield Problem(key, "all runs would share this folder", got=str(flat[key]), expected="none")
 
 
-def _same_arms(configs: Mapping[str, Config]) -> Iterator[Problem]:
+def _same_arms(settings: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
     seen: dict[str, str] = {}
-    for arm, config in configs.items():
-        key = json.dumps(_apart_from_place(config), sort_keys=True)
+    for arm, own in settings.items():
+        key = json.dumps(_apart_from_place(own), sort_keys=True)
         if key in seen:
             yield Problem(
                 "arms",
@@ -174,12 +175,10 @@ def _same_arms(configs: Mapping[str, Config]) -> Iterator[Problem]:
         seen.setdefault(key, arm)
 
 
-def _metric(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
-    found = (metric_problem(file.primary_metric, config) for config in configs.values())
+def _arms(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
+    """Arms that do not measure the metric or that leave nothing to evaluate."""
+    found = (metric_problem(file.primary_metric, config.eval, config.task) for config in configs.values())
     yield from dict.fromkeys(problem for problem in found if problem is not None)
-
-
-def _weights(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
     for arm, config in configs.items():
         if file.evaluations and not config.train.export and not config.checkpoint.every:
             yield Problem(
@@ -194,13 +193,13 @@ def _weights(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Pr
 
 def _server(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
     """Arms that cannot share the server of the baseline."""
-    first = _apart_from_place(configs[file.against])
+    first = _apart_from_place(configs[file.against].dump())
     for arm, config in configs.items() if file.shared_server else ():
         needs = _own_server(config.rollout, config.sync)
         if needs:
             yield Problem("shared_server", f"runs of arm {arm} cannot share a server", got=needs, expected="false")
             continue
-        own = _apart_from_place(config)
+        own = _apart_from_place(config.dump())
         apart = [key for key in different_keys(first, own) if key.startswith(SERVED)]
         if apart:
             told = ", ".join(f"{key}={as_yaml(own.get(key))}" for key in apart)
@@ -229,6 +228,6 @@ def _own_server(rollout: RolloutConfig, sync: SyncConfig) -> str:
     return "" if sync.method == "disk" else f"sync.method={sync.method}"
 
 
-def _apart_from_place(config: Config) -> dict[str, Any]:
-    flat = flatten(json.loads(json.dumps(config.dump())))
+def _apart_from_place(settings: dict[str, Any]) -> dict[str, Any]:
+    flat = flatten(json.loads(json.dumps(settings)))
     return {key: value for key, value in flat.items() if key not in (*OWN, "rollout.api_key")}

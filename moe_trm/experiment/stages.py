@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_trm.config.engines import short_name
 from moe_trm.experiment.plan import Plan, PlannedRun
 
 
@@ -49,4 +50,4 @@ def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
 
 def result_of(plan: Plan, run: str, by: str) -> Path:
     """Where the final evaluation of a run is."""
-    return plan.folder / run / "eval" / f"final-{by}.json"
+    return plan.folder / run / "eval" / f"final-{short_name(by)}.json"

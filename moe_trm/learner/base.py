@@ -74,6 +74,7 @@ class LearnerBase:
         model_moe_layer_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.data_rank, self.data_size, self.leads = data.rank, data.size, leads
+        self.device = data.device
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
         self.model_moe_layer_ids = self.moe_layer_ids if model_moe_layer_ids is None else model_moe_layer_ids
         self._replayer, self._exporter, self._snapshots = replayer, exporter, snapshots

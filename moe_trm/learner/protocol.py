@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moe_trm.checkpoint.resumable import Resumable
@@ -73,6 +74,8 @@ class Learner(Resumable, Protocol):
     """0-based decoder layers of the MoE layers this rank owns."""
     model_moe_layer_ids: tuple[int, ...]
     """The same of the whole model, on whatever ranks they are."""
+    device: torch.device
+    """Where scores are, and what is compared with them."""
     leads: bool
     """True on the first of the ranks that hold the same rows (shards, slices and stages of one model)."""
 

@@ -133,12 +133,16 @@ def whole_planes(planes_PBC: Tensor, layout: AnyLayout) -> Tensor:
     return layout.uncut_tokens(planes_PBC.movedim(0, -1)).movedim(-1, 0) if layout.cuts else planes_PBC
 
 
-def on_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    """`batch` with its tensors on `device`."""
+FED = ("input_ids", "target_ids", "valid", "kept_ids", "kept_offsets", "kept_logprobs")
+"""Fields that only forward passes read: the host checks routes by their tokens, and each pass moves its own copy."""
+
+
+def on_device(batch: TokenBatch, device: torch.device, *, stay: Sequence[str] = ()) -> TokenBatch:
+    """`batch` with its tensors on `device`, but for those of the fields `stay`."""
     moved: dict[str, Any] = {
         field.name: value.to(device)
         for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
+        if isinstance(value := getattr(batch, field.name), Tensor) and field.name not in stay
     }
     return replace(batch, **moved)
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from moe_trm.corrections.evidence import Correction
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
+from moe_trm.row_fields import RowFields
 
 
 @dataclass(frozen=True)
-class LossInputs:
+class LossInputs(RowFields):
     """One micro-batch as an objective sees it. `[B, T]` values are read only where `keep` is True, or `counted` for
     statistics of rows.
 
@@ -25,12 +26,6 @@ class LossInputs:
         advantages: `[B, T]` advantage of each token.
         weights: `[B, T]` correction weights, detached: they multiply the policy term.
         keep: `[B, T]` bool, tokens that train.
-        turn_ids: `[B, T]` turn of each token, or None for single-turn data.
-        rewards: `[B]` reward of each row, for objectives that regress on it or ask for correctness; None otherwise.
-        group_ids: `[B]` prompt of each row, for objectives that compare rows; None otherwise.
-        entropy: `[B, T]` predictive entropy at each token, for objectives that group by it; None otherwise.
-        router_shift: `[B, T]` shift of the routers' scores since the anchor (`routing.router_shift`), for objectives
-            that weigh by it; None otherwise.
         draw: the run's seed and the version of the weights, for objectives that choose at random.
     """
 
@@ -39,11 +34,6 @@ class LossInputs:
     advantages: Tensor
     weights: Tensor
     keep: Tensor
-    turn_ids: Tensor | None = None
-    rewards: Tensor | None = None
-    group_ids: Tensor | None = None
-    entropy: Tensor | None = None
-    router_shift: Tensor | None = None
     draw: tuple[int, int] = (0, 0)
 
     @classmethod

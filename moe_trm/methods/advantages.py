@@ -20,7 +20,7 @@ class AdvantageEntry:
         lone: what a sample alone in its group gets unless `advantage.lone_sample` says so; None: there is no choice.
         scales: it can divide by the group's standard deviation (`advantage.normalize_std`).
         reads_support: it reads the recorded distribution of every token, and so needs `sampling_mask.mode=keep`.
-        reads_ratios: it is made once the learner has scored the step.
+        reads_ratios: it reads the ratios of policy to rollout at the step's start.
         compares: it compares the samples of a prompt.
         whitens: it divides by the spread over all samples of a step.
         reads_greedy: it reads the reward of a greedy answer to the prompt, which is asked for beside the samples.

@@ -14,7 +14,7 @@ from moe_trm.observe.prometheus import open_prometheus
 from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.server_log import ServerLog
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
-from moe_trm.observe.trackers import open_tracker
+from moe_trm.observe.trackers import TrackedRun, open_tracker
 from moe_trm.observe.transcripts import open_transcripts
 
 
@@ -33,7 +33,8 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
         "terminal": _terminal(config.name, config.observe, config.train),
         "servers": ServerLog(run_dir, first_step=first_step),
     }
-    others |= {name: open_tracker(name, config, run_dir) for name in config.observe.sinks}
+    tracked = TrackedRun(config.name, config.observe.project, config.dump(), run_dir)
+    others |= {name: open_tracker(name, tracked) for name in config.observe.sinks}
     if config.observe.prometheus_port:
         others["prometheus"] = open_prometheus(config.observe.prometheus_port)
     if config.observe.transcripts:

@@ -7,27 +7,39 @@ kept, and under which account, is what each library's own environment variables 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_trm.config.schema import Config, ObserveConfig
+from moe_trm.config.schema import ObserveConfig
 from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.errors import ConfigError
 from moe_trm.observe.sinks import Sink
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers file it; `settings` are the whole configuration as plain data, without secrets."""
+
+    name: str
+    project: str
+    settings: dict[str, Any]
+    folder: Path
+
+
 class TensorBoard(Sink):
     """Event files under `RUN_DIR/tensorboard`."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"))
         self._verdict = VerdictChanges()
-        self._writer.add_text("config", f"```json\n{config.model_dump_json(indent=2, exclude=_SECRETS)}\n```")
+        self._writer.add_text("config", f"```json\n{json.dumps(run.settings, indent=2)}\n```")
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         for name, value in numbers(metrics).items():
@@ -44,11 +56,11 @@ class TensorBoard(Sink):
 class WeightsAndBiases(Sink):
     """One run of project `observe.project`; files under `RUN_DIR/wandb`."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         self._run: Any = wandb.init(
-            project=config.observe.project, name=config.name, dir=str(run_dir), config=config.dump(), reinit=True
+            project=run.project, name=run.name, dir=str(run.folder), config=run.settings, reinit=True
         )
         self._verdict = VerdictChanges()
 
@@ -63,13 +75,13 @@ class WeightsAndBiases(Sink):
 class MLflow(Sink):
     """One run of experiment `observe.project`; the verdict is the tag `verdict`."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import mlflow
 
         self._mlflow: Any = mlflow
-        mlflow.set_experiment(config.observe.project)
-        mlflow.start_run(run_name=config.name)
-        mlflow.log_dict(config.dump(), "config.json")
+        mlflow.set_experiment(run.project)
+        mlflow.start_run(run_name=run.name)
+        mlflow.log_dict(run.settings, "config.json")
         self._verdict = VerdictChanges()
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -85,11 +97,11 @@ class MLflow(Sink):
 class Trackio(Sink):
     """One run of project `observe.project`."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import trackio
 
         self._trackio: Any = trackio
-        trackio.init(project=config.observe.project, name=config.name, config=config.dump(), embed=False)
+        trackio.init(project=run.project, name=run.name, config=run.settings, embed=False)
         self._verdict = VerdictChanges()
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -100,9 +112,7 @@ class Trackio(Sink):
         self._trackio.finish()
 
 
-_SECRETS: Any = {"rollout": {"api_key"}}
-
-TRACKERS: Mapping[str, Callable[[Config, Path], Sink]] = {
+TRACKERS: Mapping[str, Callable[[TrackedRun], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
@@ -123,10 +133,10 @@ def check_trackers(observe: ObserveConfig) -> None:
         )
 
 
-def open_tracker(name: str, config: Config, run_dir: Path) -> Sink:
+def open_tracker(name: str, run: TrackedRun) -> Sink:
     """The tracker `name`, started. Raises `ConfigError` with the library's own reason when it does not start."""
     try:
-        return TRACKERS[name](config, run_dir)
+        return TRACKERS[name](run)
     except Exception as error:
         raise ConfigError(
             f"{name} does not start",

@@ -102,7 +102,7 @@ def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Seque
         kept = sum(value is True for value in each.keep)
         parts.append(
             f"\n=== {name_of(record).lower()} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
-            f"{each.row.advantage:.3g}, "
+            f"{each.advantage:.3g}, "
             f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions "
             f"{versions(record.versions)}, "
             f"{kept} kept; largest {each.ratio} log-ratio {worst:+.2g}\n"

@@ -8,7 +8,15 @@ from functools import cache
 from shlex import quote
 from typing import Any
 
-from moe_trm.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
+from moe_trm.config.schema import (
+    BatchConfig,
+    Config,
+    ParallelConfig,
+    PipelineConfig,
+    ProbeConfig,
+    ReplayConfig,
+    RolloutConfig,
+)
 from moe_trm.errors import ConfigError
 from moe_trm.plan.adapters import with_adapters
 from moe_trm.plan.cluster import Cluster, Serving, serving
@@ -95,7 +103,7 @@ class Plan:
     @property
     def configured(self) -> Simulated:
         """The pipeline mode of the configuration."""
-        own = Mode.of(self.config)
+        own = Mode.of(self.config.pipeline, self.config.learner.minibatches)
         return next(found for found in self.modes if found.mode == own)
 
 
@@ -115,7 +123,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         CheckpointError: a model that is not supported.
     """
     model = with_adapters(model_of(hf, where), hf, config.learner.lora, where)
-    serve_gpus, ranks = cluster.split(config)
+    serve_gpus, ranks = cluster.split(config.rollout)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     step_tokens = samples * (lengths.mean + lengths.prompt_tokens)
@@ -136,7 +144,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     room = cluster.gpu.memory_gb * 1e9
     others = alternatives(config, model, hf, load, step_tokens, room, cluster.gpus)
     layout = _judge_or_advise(config, model, hf, load, step_tokens, others)
-    servers = serving(config, model, hf, cluster, serve_gpus)
+    servers = serving(config.rollout, model, hf, cluster, serve_gpus)
     context = lengths.prompt_tokens + lengths.mean / 2
     slots = config.rollout.server.max_running_requests
     rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
@@ -146,7 +154,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
     batches = lengths.batches(STEPS, samples)
     forwarded = [max(1, int(length + lengths.prompt_tokens)) for length in batches[0]]
-    columns = columns_per_token(config, forwarded, ranks)
+    columns = columns_per_token(config.learner, config.batch, forwarded, ranks)
     sends = config.sync.method == "distributed"
     own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency, columns)
     operations = training_operations(model, hf, config, context)
@@ -163,8 +171,9 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         train_s, older_s = seconds(mode)
         return simulate(batches, train_s, fleet, mode.schedule(sends=sends), older_s)
 
-    modes = [Simulated(mode, simulated(mode, fleet), basis) for mode in _modes(config)]
-    own = Mode.of(config)
+    own = Mode.of(config.pipeline, config.learner.minibatches)
+    others_too = () if config.rollout.colocate else MODES
+    modes = [Simulated(mode, simulated(mode, fleet), basis) for mode in dict.fromkeys((*others_too, own))]
     workers = provision(
         samples * lengths.mean,
         slots * rate(slots),
@@ -182,7 +191,17 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         servers,
         layout,
         tuple(other for other in others if other.parallel != config.learner.parallel),
-        _wire(hf, config, step_tokens, samples * lengths.mean, assumptions),
+        _wire(
+            hf,
+            config.keeps_masks,
+            config.probe,
+            config.pipeline,
+            config.replay,
+            config.rollout,
+            step_tokens,
+            samples * lengths.mean,
+            assumptions,
+        ),
         tuple(modes),
         Figure(columns, "columns/token", weakest(lengths.basis, "given"), f"batch.layout={config.batch.layout}"),
         Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
@@ -225,13 +244,6 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else quote(str(value))
 
 
-def _modes(config: Config) -> list[Mode]:
-    own = Mode.of(config)
-    if config.rollout.colocate:
-        return [own]
-    return [*MODES, *([] if own in MODES else [own])]
-
-
 def _with_pipeline(config: Config, mode: Mode) -> Config:
     update = {
         "mode": mode.mode,
@@ -245,19 +257,27 @@ def _with_pipeline(config: Config, mode: Mode) -> Config:
 
 
 def _wire(
-    hf: Mapping[str, Any], config: Config, step_tokens: float, sampled: float, assumptions: Assumptions
+    hf: Mapping[str, Any],
+    keeps_masks: bool,
+    probe: ProbeConfig,
+    pipeline: PipelineConfig,
+    replay: ReplayConfig,
+    rollout: RolloutConfig,
+    step_tokens: float,
+    sampled: float,
+    assumptions: Assumptions,
 ) -> dict[str, Figure]:
     """Bytes of a step. The controller holds a step more for every version that samples may be behind."""
     found: dict[str, Figure] = {}
     held = 0.0
-    if config.replay.mode == "R3" or config.probe.every:
+    if replay.mode == "R3" or probe.every:
         for name, figure in route_bytes(hf).items():
             found[f"routes, {name}"] = _of_step(figure, step_tokens, assumptions.lengths.basis)
         held += found["routes, wire"].value if found else 0.0
-    if config.keeps_masks and config.rollout.top_p < 1:
+    if keeps_masks and rollout.top_p < 1:
         found["masks, wire"] = _of_step(mask_bytes(assumptions.kept_ids)["wire"], sampled, assumptions.lengths.basis)
         held += found["masks, wire"].value
-    ahead = config.pipeline.staleness_limit + 1
+    ahead = pipeline.staleness_limit + 1
     basis = weakest(*(figure.basis for figure in found.values()), "measured")
     return {**found, "controller": Figure(held * ahead, "B", basis, f"{ahead} step(s) of what is on the wire")}
 

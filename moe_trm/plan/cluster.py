@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import RolloutConfig
 from moe_trm.errors import ConfigError
 from moe_trm.plan.gpus import Gpu
 from moe_trm.plan.parameters import Model
@@ -31,7 +31,7 @@ class Cluster:
     gpu: Gpu
     server_nodes: int
 
-    def split(self, config: Config) -> tuple[int, int]:
+    def split(self, rollout: RolloutConfig) -> tuple[int, int]:
         """GPUs that serve and GPUs that train.
 
         With `rollout.colocate` all do both. On one node the servers take what one server needs.
@@ -40,9 +40,9 @@ class Cluster:
             ConfigError: nothing is left to train on.
         """
         total = self.nodes * self.gpus
-        if config.rollout.colocate:
+        if rollout.colocate:
             return total, total
-        serving = self.server_nodes * self.gpus if self.nodes > 1 else config.rollout.server.tensor_parallel
+        serving = self.server_nodes * self.gpus if self.nodes > 1 else rollout.server.tensor_parallel
         if not 0 < serving < total:
             raise ConfigError(
                 "no GPUs are left for one side",
@@ -74,12 +74,12 @@ class Serving:
     smallest_gpus: int | None
 
 
-def serving(config: Config, model: Model, hf: Mapping[str, Any], cluster: Cluster, gpus: int) -> Serving:
+def serving(rollout: RolloutConfig, model: Model, hf: Mapping[str, Any], cluster: Cluster, gpus: int) -> Serving:
     """The servers on `gpus` GPUs, with `rollout.server.max_total_tokens` of cache each.
 
     The engine holds 16-bit weights without the MTP layers; experts, attention and vocabulary are shared by its GPUs.
     """
-    server = config.rollout.server
+    server = rollout.server
 
     def needed(size: int) -> float:
         return 2 * model.total() / size + server.max_total_tokens * cache_bytes(hf, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_trm.batch.partition import cost, partition
-from moe_trm.config.schema import Config, LearnerConfig
+from moe_trm.config.schema import BatchConfig, LearnerConfig
 
 DEFAULT_ROWS = 32
 """Rows of a micro-batch where neither rows nor tokens are given (`moe_trm/batch/plan.py`)."""
@@ -18,7 +18,7 @@ def data_ranks(learner: LearnerConfig, world: int) -> int:
     return max(1, world // (learner.parallel.tensor * learner.parallel.pipeline * learner.parallel.context))
 
 
-def columns_per_token(config: Config, lengths: Sequence[int], world: int) -> float:
+def columns_per_token(learner: LearnerConfig, batch: BatchConfig, lengths: Sequence[int], world: int) -> float:
     """Columns of a step's micro-batches over its real tokens.
 
     `padded`: rows as `moe_trm/batch/plan.py` cuts them, each as long as the longest of its micro-batch. `packed`: 1
@@ -29,12 +29,12 @@ def columns_per_token(config: Config, lengths: Sequence[int], world: int) -> flo
         lengths: forwarded tokens of the samples of a step, in an order without meaning.
         world: learner ranks.
     """
-    learner, real = config.learner, sum(lengths)
-    if config.batch.layout == "packed":
+    real = sum(lengths)
+    if batch.layout == "packed":
         context = learner.parallel.context if learner.backend == "megatron" else 1
         multiple = 2 * context if context > 1 else 1
         return sum(-(-length // multiple) * multiple for length in lengths) / real
-    ranks, computed = data_ranks(config.learner, world), 0
+    ranks, computed = data_ranks(learner, world), 0
     for start in range(learner.minibatches):
         mini = sorted(lengths[start :: learner.minibatches], reverse=True)
         if budget := learner.micro_batch_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import PipelineConfig
 from moe_trm.plan.simulate import Schedule
 
 
@@ -19,10 +19,9 @@ class Mode(NamedTuple):
     parts: int = 1
 
     @classmethod
-    def of(cls, config: Config) -> Mode:
-        """That of a configuration."""
-        pipeline = config.pipeline
-        parts = config.learner.minibatches if pipeline.stream else 1
+    def of(cls, pipeline: PipelineConfig, minibatches: int) -> Mode:
+        """That of a configuration; `minibatches` of a step."""
+        parts = minibatches if pipeline.stream else 1
         rolling = pipeline.rolling_push and pipeline.mode != "sync"
         return cls(pipeline.mode, pipeline.staleness_limit, pipeline.partial, pipeline.push_every, rolling, parts)
 

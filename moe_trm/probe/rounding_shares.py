@@ -76,7 +76,7 @@ def rounding_shares(
             learner.forget(ROUNDED)
         after = _scored(batches, scores)
         columns[share], before = k3(before - after), after
-    rollout_N = torch.cat([batch.rollout_logprobs[batch.mask] for batch in batches])
+    rollout_N = torch.cat([batch.rollout_logprobs[batch.mask].cpu() for batch in batches])
     columns["arithmetic"] = k3(before - rollout_N)
     spread = dict.fromkeys(columns, "tokens")
     columns["tokens"] = torch.ones(len(rollout_N), dtype=torch.float64)
@@ -90,8 +90,8 @@ def rounding_shares(
 
 def _rows_of(batches: Sequence[TokenBatch]) -> torch.Tensor:
     """`[N]` number of each token's row."""
-    return torch.cat([torch.tensor(batch.sample_ids)[batch.mask.nonzero()[:, 0]] for batch in batches])
+    return torch.cat([torch.tensor(batch.sample_ids)[batch.mask.cpu().nonzero()[:, 0]] for batch in batches])
 
 
 def _scored(batches: Sequence[TokenBatch], scores: Sequence[Scores]) -> torch.Tensor:
-    return torch.cat([score.logprobs.cpu()[batch.mask] for batch, score in zip(batches, scores, strict=True)])
+    return torch.cat([score.logprobs[batch.mask].cpu() for batch, score in zip(batches, scores, strict=True)])

@@ -171,17 +171,18 @@ def _compare(
     replayed: Scores,
     flipped_BRL: Tensor,
 ) -> ProbeTokens:
-    rows, _ = batch.mask.nonzero(as_tuple=True)
+    mask = batch.mask.cpu()
+    rows, _ = mask.nonzero(as_tuple=True)
     ids = torch.tensor([*((record.group_id, record.row_id) for record in records), (0, 0)], dtype=torch.int64)
     flips = learner.sum_over_stages(learner.sum_over_slices(flipped_BRL.sum(-1))).cpu().to(torch.int16)
     mass = native.log_kept_mass
     return ProbeTokens(
         group_id=ids[rows, 0],
         sample_id=ids[rows, 1],
-        native=(native.logprobs.cpu() - batch.rollout_logprobs)[batch.mask],
-        replayed=(replayed.logprobs.cpu() - batch.rollout_logprobs)[batch.mask],
-        flipped_layers=flips[batch.mask],
-        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass.cpu()[batch.mask],
+        native=(native.logprobs - batch.rollout_logprobs)[batch.mask].cpu(),
+        replayed=(replayed.logprobs - batch.rollout_logprobs)[batch.mask].cpu(),
+        flipped_layers=flips[mask],
+        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass[batch.mask].cpu(),
     )
 
 

@@ -33,6 +33,7 @@ from moe_trm.batch.plan import compares_groups, on_one_rank
 from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner
+from moe_trm.learner.scoring import FED, on_device
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 
@@ -80,7 +81,11 @@ class Choice:
         self._tokens = config.probe.tokens
         measured = pipeline.has_anchor_pass and pipeline.proximal != "average"
         self._replayed = mode == "R3" and measured
-        dealt = not (pipeline.stream or compares_groups(config) or several_rows(config.rollout, config.agent))
+        dealt = not (
+            pipeline.stream
+            or compares_groups(config.loss, config.rollout, config.agent)
+            or several_rows(config.rollout, config.agent)
+        )
         self._random = self._replayed and dealt
 
     def num_minibatches(self, minis: Sequence[MiniBatch]) -> int:
@@ -144,7 +149,7 @@ def _drawn(config: Config, learner: Learner, anchored: Sequence[Anchored], step:
     chosen = set(ids_N[places].tolist())
     packed = _micro_batches(config, learner, [row for row in rows if row.record.row_id in chosen])
     return ProbeRows(
-        [collate(micro, keep_mask=config.keeps_masks) for micro in packed],
+        [on_device(collate(micro, keep_mask=config.keeps_masks), learner.device, stay=FED) for micro in packed],
         [_records(micro) for micro in packed],
         (),
         number,

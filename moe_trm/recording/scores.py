@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -24,17 +24,18 @@ from torch import Tensor
 from moe_trm.config.schema import Config, Recovery
 from moe_trm.errors import BundleError
 from moe_trm.recording.checked_file import Arrays, CheckedHeader, damaged, read_checked, read_header, write_checked
+from moe_trm.row_fields import BY_ROW, RowFields
 
 FORMAT, FORMAT_VERSION = "moe-trm-scores", 2
 WHOLE_SAMPLES = 1
 """The version in which every row is a whole sample."""
 CONFIG_FILE = "config.json"
 SCORES_FILE = re.compile(r"scores-(\d{6,})-rank-(\d{3,})\.safetensors")
-_ROW_FIELDS = ("sample_ids", "group_ids", "rewards", "sample_tokens")
+_ROW_FIELDS = ("sample_ids", "sample_tokens", *(name for name, by_row in BY_ROW.items() if by_row))
 
 
 @dataclass(frozen=True)
-class ScoredBatch:
+class ScoredBatch(RowFields):
     """One micro-batch as an update saw it; `[B, R]` tensors are 0 where `mask` is False.
 
     Attributes:
@@ -45,29 +46,24 @@ class ScoredBatch:
         anchor_logprobs: under the weights at the start of the step; None where the update's own forward was the anchor.
         behavior_logprobs: under older weights that sampled, where they were scored; None elsewhere.
         reference_logprobs: under the frozen reference, with a KL term; None without.
-        exact_kl, anchor_exact_kl: KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
-        entropy: of the policy, where an update computed it.
+        anchor_exact_kl: KL(rollout || anchor) on the kept support, or None.
         sample_tokens: as in `TokenBatch`.
-        router_shift: of the routers' scores since the anchor, where an update measured it.
     """
 
     mask: Tensor
     rollout_logprobs: Tensor
     current_logprobs: Tensor
     advantages: Tensor
-    turn_ids: Tensor
-    versions: Tensor
     sample_ids: Tensor
-    group_ids: Tensor
-    rewards: Tensor
+    turn_ids: Tensor = field(kw_only=True)
+    versions: Tensor = field(kw_only=True)
+    group_ids: Tensor = field(kw_only=True)
+    rewards: Tensor = field(kw_only=True)
     anchor_logprobs: Tensor | None = None
     behavior_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
-    exact_kl: Tensor | None = None
     anchor_exact_kl: Tensor | None = None
-    entropy: Tensor | None = None
     sample_tokens: Tensor | None = None
-    router_shift: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,12 +102,12 @@ def write_scores(folder: Path, step: int, updates: Sequence[ScoredUpdate], *, da
     """One rank's updates of one step as a file, whole or not at all."""
     arrays: dict[str, np.ndarray] = {}
     for number, update in enumerate(updates):
-        for field in fields(ScoredBatch):
-            values = [getattr(batch, field.name) for batch in update.batches]
+        for each in fields(ScoredBatch):
+            values = [getattr(batch, each.name) for batch in update.batches]
             if any(value is None for value in values):
                 continue
-            arrays[f"{number}/{field.name}"] = torch.cat(
-                [_packed(field.name, batch, value) for batch, value in zip(update.batches, values, strict=True)]
+            arrays[f"{number}/{each.name}"] = torch.cat(
+                [_packed(each.name, batch, value) for batch, value in zip(update.batches, values, strict=True)]
             ).numpy()
     header = ScoresHeader(
         format=FORMAT,

@@ -17,13 +17,15 @@ class Transcript:
     """One rollout of the first rank as its update saw it.
 
     Attributes:
-        row: the record and its advantage.
+        row: the record.
+        advantage: mean over its scored tokens.
         ratio: the log-ratio shown: `engine`, or `merged` where engine and lag are not known apart.
         log_ratio, weight: `[T]` of each sampled token, None on all others and on sampled tokens that are not scored.
         keep: `[T]` whether the correction let it into the gradient, None likewise.
     """
 
     row: TrainRow
+    advantage: float
     ratio: str
     log_ratio: Sequence[float | None]
     weight: Sequence[float | None]
@@ -52,9 +54,11 @@ def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correc
     def column(values: Sequence[float]) -> list[float | None]:
         return [value if known else None for value, known in zip([0.0, *values], scored, strict=True)]
 
+    advantages = evidence.advantages[place][evidence.mask[place]].double()
     keep = [False, *correction.keep[place, :width].tolist()]
     return Transcript(
         row,
+        float(advantages.mean()) if len(advantages) else 0.0,
         ratio,
         log_ratio=column(evidence.ratios.get(ratio)[place, :width].tolist()),
         weight=column(correction.weights[place, :width].tolist()),

@@ -35,7 +35,7 @@ def _data(transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) ->
                 "session": list(record.session),
                 "prompt_id": record.prompt_id,
                 "reward": record.reward,
-                "advantage": each.row.advantage,
+                "advantage": each.advantage,
                 "ratio": each.ratio,
                 "texts": list(texts),
                 "ids": record.tokens.tolist(),
@@ -56,7 +56,7 @@ def _article(place: int, each: Transcript, texts: Sequence[str]) -> str:
     rejected = sum(value is False for value in each.keep)
     facts = [
         f"reward {number(record.reward)}",
-        f"advantage {number(each.row.advantage)}",
+        f"advantage {number(each.advantage)}",
         f"{number(float(record.num_sampled))} tokens sampled",
         f"{number(float(rejected))} rejected",
         f"ended by {escape(record.finish_reason)}",

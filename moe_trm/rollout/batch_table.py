@@ -18,7 +18,7 @@ import numpy as np
 
 from moe_trm.errors import ControllerError
 from moe_trm.sampling_mask.record import SamplingMask
-from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, SessionTurn, TrainBatch, TrainRow
+from moe_trm.types import MicroBatch, MiniBatch, RewardedSample, RolloutRecord, SessionTurn, TrainBatch, TrainRow
 from routing import RouteRecord
 
 JOINED_BYTES = 1 << 20
@@ -92,8 +92,6 @@ class RowTable(msgspec.Struct, frozen=True):
     """The fields of `TrainRow`, in their order."""
 
     record: RecordTable
-    advantage: list[float]
-    token_advantages: Some[Arrays]
     sample_tokens: list[int | None]
     weight: list[float]
 
@@ -113,6 +111,7 @@ class BatchTable(msgspec.Struct, frozen=True):
     mini_batches: list[MiniTable]
     metrics: Mapping[str, float]
     versions: tuple[int, ...]
+    compared: tuple[tuple[RewardedSample, ...], ...]
     rows: RowTable
 
 
@@ -130,9 +129,8 @@ def table_of(batch: TrainBatch, *, join: bool = True) -> BatchTable:
         RowTable,
         rows,
         record=_record_table(_field("record", rows), join),
-        token_advantages=_some(_field("token_advantages", rows), lambda own: _arrays(own, join)),
     )
-    return BatchTable(batch.step, minis, batch.metrics, batch.versions, table)
+    return BatchTable(batch.step, minis, batch.metrics, batch.versions, batch.compared, table)
 
 
 def batch_of(table: BatchTable) -> TrainBatch:
@@ -155,7 +153,7 @@ def batch_of(table: BatchTable) -> TrainBatch:
         )
     except (ValueError, TypeError) as error:
         raise ControllerError("malformed message", got=str(error), expected="columns of equal length") from error
-    return TrainBatch(table.step, minis, table.metrics, table.versions)
+    return TrainBatch(table.step, minis, table.metrics, table.versions, table.compared)
 
 
 def _record_table(records: Sequence[RolloutRecord], join: bool) -> RecordTable:

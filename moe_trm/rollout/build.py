@@ -24,9 +24,9 @@ from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
+from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams
@@ -55,8 +55,8 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
 def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
     """The engine that `rollout.engine` names, not started. Raises `ConfigError` for one that cannot be loaded."""
     name = config.rollout.engine
-    if name == "sglang":
-        return SglangEngine(config, api_key)
+    if config.rollout.traits.has_servers:
+        return ServerEngine(config, api_key)
     if name == "bundle":
         assert config.rollout.bundle is not None
         return BundleEngine(
@@ -80,7 +80,7 @@ async def build_sampler(
     Raises `ConfigError` when the function cannot be loaded.
     """
     rollout = config.rollout
-    if not rollout.has_turns and rollout.intake_processes and isinstance(engine, SglangEngine):
+    if not rollout.has_turns and rollout.intake_processes and isinstance(engine, ServerEngine):
         engine.write_text(config.model.checkpoint)
         return WrittenTurn(engine, task, params)
     if not rollout.has_turns:

@@ -21,8 +21,8 @@ from zmq.sugar.context import Context
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
 from moe_trm.rollout.batch_table import batch_of
-from moe_trm.rollout.controller import rank_share
 from moe_trm.rollout.credentials import without_key
+from moe_trm.rollout.rank_share import rank_share
 from moe_trm.rollout.service import ControllerReply, Request, Start
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import PlaceReader

@@ -24,7 +24,8 @@ from zmq.constants import SocketOption, SocketType
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, MoeTrmError
 from moe_trm.rollout.batch_table import BatchTable, table_of
-from moe_trm.rollout.controller import RolloutController, rank_share
+from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.rank_share import rank_share
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import Place, place_of
 from moe_trm.sync.disk import finish_push

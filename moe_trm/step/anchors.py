@@ -32,6 +32,7 @@ from moe_trm.config.anchor_passes import scores_every_minibatch
 from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.learner.scoring import FED, on_device
 from moe_trm.step import proximal_average
 from moe_trm.step.cadence import Cadence
 from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source, watching
@@ -93,7 +94,11 @@ class Anchors:
             self._begin(learner, batch.step - 1)
         own = self._start if moved else None
         padded = [
-            [collate(micro, keep_mask=self._keep_mask) for micro in mini.micro_batches] for mini in batch.mini_batches
+            [
+                on_device(collate(micro, keep_mask=self._keep_mask), learner.device, stay=FED)
+                for micro in mini.micro_batches
+            ]
+            for mini in batch.mini_batches
         ]
         if self._average is not None:
             return self._averaged(learner, batch, padded, own)
@@ -180,7 +185,7 @@ class Anchors:
                 )
             passed = learner.score(flat, sources, weights=snapshot_name(old))
             found = [
-                torch.where(item.versions.to(own.device) == old, scores.logprobs, own)
+                torch.where(item.versions == old, scores.logprobs, own)
                 for item, scores, own in zip(flat, passed, found, strict=True)
             ]
         each = iter(found)

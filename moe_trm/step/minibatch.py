@@ -18,6 +18,7 @@ from moe_trm.corrections import Evidence
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
+from moe_trm.row_fields import BY_ROW, GATHERED, RowFields
 from moe_trm.step.passes import Anchored, decomposed
 
 
@@ -29,7 +30,7 @@ class WholeMinibatch:
         rollout, anchor, current, advantages: `[N, T]`, 0 off `mask`.
         behavior: `[N, T]` where it is not the anchor; `recovery`: what is known of it at all.
         mask: `[N, T]` bool.
-        turn_ids: `[N, T]`; exact_kl: `[N, T]` or None; rewards, group_ids: `[N]`.
+        known: what is known of the rows besides, `[N, T]` and `[N]`.
         own: for each micro-batch of this rank, the places of its rows, `[B]` int64 (none for a micro-batch of padding).
     """
 
@@ -38,10 +39,7 @@ class WholeMinibatch:
     current: Tensor
     advantages: Tensor
     mask: Tensor
-    turn_ids: Tensor
-    exact_kl: Tensor | None
-    rewards: Tensor
-    group_ids: Tensor
+    known: RowFields
     own: tuple[Tensor, ...]
     behavior: Tensor | None = None
     recovery: Recovery = "same"
@@ -60,8 +58,7 @@ class WholeMinibatch:
     @property
     def evidence(self) -> Evidence:
         """Evidence for corrections."""
-        ratios = self.ratios(self.current)
-        return Evidence(ratios, self.advantages, turn_ids=self.turn_ids, exact_kl=self.exact_kl, rewards=self.rewards)
+        return Evidence(self.ratios(self.current), self.advantages).with_fields(self.known)
 
     def inputs(self, index: int, current_logprobs: Tensor, mask: Tensor, weights: Tensor, keep: Tensor) -> LossInputs:
         """Loss inputs of all rows, in which those of micro-batch `index` carry the gradient of `current_logprobs` `[B,
@@ -76,16 +73,7 @@ class WholeMinibatch:
         given = torch.cat([current_logprobs[:0, :].flatten(), *(current_logprobs[i][mask[i]] for i in rank.tolist())])
         current = self.current.masked_scatter(own, given)
         ratios = self.ratios(current)
-        return LossInputs(
-            ratios,
-            current,
-            self.advantages,
-            weights,
-            keep,
-            turn_ids=self.turn_ids,
-            rewards=self.rewards,
-            group_ids=self.group_ids,
-        )
+        return LossInputs(ratios, current, self.advantages, weights, keep).with_fields(self.known)
 
     def part(self, index: int, values: Tensor, mask: Tensor) -> Tensor:
         """The values `[N, T]` of micro-batch `index` in its own layout, `[B, R]`, 0 off its `mask`; gradients pass."""
@@ -113,7 +101,9 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
     mask = mask_gathered[order]
 
     def tokens(values: Sequence[Tensor]) -> Tensor:
-        packed = learner.gather(torch.cat([value[batch.mask] for value, batch in zip(values, batches, strict=True)]))
+        own = torch.cat([value[batch.mask] for value, batch in zip(values, batches, strict=True)])
+        # Not every collective takes 16 bits.
+        packed = learner.gather(own.int() if own.dtype == torch.int16 else own)
         dense = torch.zeros(mask_gathered.shape, dtype=packed.dtype, device=packed.device)
         dense[mask_gathered] = packed
         return dense[order]
@@ -121,7 +111,12 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
     def rows(values: Sequence[Tensor]) -> Tensor:
         return learner.gather(_per_row(values, real))[order]
 
-    kls = [scores.exact_kl for scores in current]
+    views = [RowFields().with_fields(*both) for both in zip(batches, current, strict=True)]
+    known = {
+        name: (rows if BY_ROW[name] else tokens)([getattr(view, name) for view in views])
+        for name in GATHERED
+        if all(getattr(view, name) is not None for view in views)
+    }
     place = {number: index for index, number in enumerate(everyone[order].tolist())}
     return WholeMinibatch(
         rollout=tokens([batch.rollout_logprobs for batch in batches]),
@@ -129,10 +124,7 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
         current=tokens([scores.logprobs for scores in current]),
         advantages=tokens([batch.advantages for batch in batches]),
         mask=mask,
-        turn_ids=tokens([batch.turn_ids.int() for batch in batches]),
-        exact_kl=tokens([kl for kl in kls if kl is not None]) if all(kl is not None for kl in kls) else None,
-        rewards=rows([_known(batch.rewards) for batch in batches]),
-        group_ids=rows([_known(batch.group_ids) for batch in batches]),
+        known=RowFields(**known),
         own=tuple(
             torch.tensor([place[number] for number in own], dtype=torch.int64, device=mask.device) for own in ids
         ),
@@ -147,8 +139,3 @@ def _per_row(values: Sequence[Tensor], real: Sequence[slice]) -> Tensor:
 
 def _longest(lengths: Tensor) -> int:
     return int(lengths.max()) if len(lengths) else 0
-
-
-def _known(values: Tensor | None) -> Tensor:
-    assert values is not None, "rows that train have rewards and groups"
-    return values

@@ -111,11 +111,9 @@ class Objective:
 
         def loss_of(index: int, current: Scores) -> Tensor:
             batch, ratios = part.batches[index], part.ratios(index, current.logprobs)
-            evidence = Evidence(
-                ratios, batch.advantages, batch.turn_ids, batch.versions, current.exact_kl, batch.rewards
-            )
+            evidence = Evidence(ratios, batch.advantages).with_fields(batch, current)
             self._thresholds.observe(evidence)
-            correction, token_loss = judge(index, evidence, current, batch.group_ids)
+            correction, token_loss = judge(index, evidence, current.logprobs)
             for sink in self._sinks:
                 sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
             terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
@@ -212,20 +210,10 @@ class PartialJudge:
         self._correct = corrections.compose(chosen.rules) if chosen.acts else corrections.measuring(chosen.rules)
         self._loss, self._draw = chosen.loss, draw
 
-    def __call__(
-        self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
-    ) -> tuple[Correction, TokenLoss]:
+    def __call__(self, index: int, evidence: Evidence, current: Tensor) -> tuple[Correction, TokenLoss]:
         correction = self._correct(evidence)
-        inputs = replace(
-            LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, correction),
-            turn_ids=evidence.turn_ids,
-            rewards=evidence.rewards,
-            group_ids=group_ids,
-            entropy=current.entropy,
-            router_shift=current.router_shift,
-            draw=self._draw,
-        )
-        return correction, self._loss(inputs)
+        inputs = LossInputs.corrected(evidence.ratios, current, evidence.advantages, correction)
+        return correction, self._loss(replace(inputs, draw=self._draw).with_fields(evidence))
 
 
 class WholeJudge:
@@ -245,9 +233,7 @@ class WholeJudge:
             correction = replace(correction, metrics={**correction.metrics, **moments})
         self._correction = correction
 
-    def __call__(
-        self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
-    ) -> tuple[Correction, TokenLoss]:
+    def __call__(self, index: int, evidence: Evidence, current: Tensor) -> tuple[Correction, TokenLoss]:
         whole, correction, mask = self._whole, self._correction, evidence.mask
         own = replace(
             correction,
@@ -255,19 +241,11 @@ class WholeJudge:
             keep=whole.part(index, correction.keep, mask),
         )
         if self._whole_loss:
-            inputs = whole.inputs(index, current.logprobs, mask, correction.weights, correction.keep)
+            inputs = whole.inputs(index, current, mask, correction.weights, correction.keep)
             loss = self._loss(replace(inputs, draw=self._draw))
             return own, replace(loss, values=whole.part(index, loss.values, mask))
-        inputs = replace(
-            LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, own),
-            turn_ids=evidence.turn_ids,
-            rewards=evidence.rewards,
-            group_ids=group_ids,
-            entropy=current.entropy,
-            router_shift=current.router_shift,
-            draw=self._draw,
-        )
-        return own, self._loss(inputs)
+        inputs = LossInputs.corrected(evidence.ratios, current, evidence.advantages, own)
+        return own, self._loss(replace(inputs, draw=self._draw).with_fields(evidence))
 
 
 def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:

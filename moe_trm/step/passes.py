@@ -75,6 +75,16 @@ class Anchored:
         )
 
 
+def log_sequence_ratios(parts: Sequence[Anchored]) -> list[float]:
+    """Log of the ratio of each of this rank's rows, policy at the step's start over rollout: sum over its tokens."""
+    return [
+        float((score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double().sum())
+        for part in parts
+        for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
+        for row in range(len(micro.rows))
+    ]
+
+
 def decomposed(
     recovery: Recovery, *, rollout: Tensor, behavior: Tensor | None, proximal: Tensor, current: Tensor, mask: Tensor
 ) -> LogRatios:

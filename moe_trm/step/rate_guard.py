@@ -13,8 +13,7 @@ import torch
 from moe_trm.config.schema import OptimizerConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.off_policy import ess_lr_scale, ess_ratio, surge_lr
-from moe_trm.step.passes import Anchored
-from moe_trm.step.row_advantages import log_sequence_ratios
+from moe_trm.step.passes import Anchored, log_sequence_ratios
 
 
 class RateGuard:

@@ -9,13 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from moe_trm.batch.outcome import baselines_of, outcome_advantages
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
-from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step.passes import Anchored
-from moe_trm.step.row_advantages import everyone, own_records, with_rows
 from routing.replay import Native
 
 NAME = "reference"
@@ -54,17 +51,13 @@ class Reference:
         self._controller = replace(self._controller, beta=state["coef"])
 
     def score(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
-        """The minibatches of a step with the reference's log-probs, scored under its own routes, and with the
-        advantages that the KL leaves.
-        """
+        """The minibatches of a step with the reference's log-probs, scored under its own routes."""
         if not self._wanted:
             return list(anchored)
         flat = [batch for part in anchored for batch in part.batches]
         scores = iter(learner.score(flat, [Native()] * len(flat), weights=NAME))
         scored = [replace(part, reference=[next(scores).logprobs for _ in part.batches]) for part in anchored]
-        if self._config.kl.where == "loss":
-            return [replace(part, kl_coef=self.coef) for part in scored]
-        return self._rewarded(learner, scored)
+        return scored if self._config.kl.where == "reward" else [replace(part, kl_coef=self.coef) for part in scored]
 
     def adapt(self, measured: Mapping[str, float], num_samples: int) -> dict[str, float]:
         """End a step of `num_samples` samples with these finished metrics.
@@ -77,27 +70,19 @@ class Reference:
         self._controller = self._controller.next(measured["reference/k3_kl"], num_samples)
         return {"kl/coef": used}
 
-    def _rewarded(self, learner: Learner, parts: Sequence[Anchored]) -> list[Anchored]:
-        """Advantages anew from R_i - coef sum_t kl_it, compared within the groups of the whole step."""
-        kls = [
-            kl
-            for part in parts
+    def penalties(self, anchored: Sequence[Anchored]) -> list[float] | None:
+        """coef sum_t kl_it, by which the reward of each row of these scored minibatches is lowered; None: by nothing.
+
+        In the order of the micro-batches.
+        """
+        if not self._wanted or self._config.kl.where == "loss":
+            return None
+        return [
+            self.coef * kl
+            for part in anchored
             for micro, own in zip(part.mini.micro_batches, self._row_kls(part), strict=True)
             for _, kl in zip(micro.rows, own, strict=False)  # an empty micro-batch has one row of padding
         ]
-        records, settings = own_records(parts), self._config.advantage
-        reads_greedy = ADVANTAGES[settings.name].reads_greedy
-        rewards = [(record.reward or 0.0) - self.coef * kl for record, kl in zip(records, kls, strict=True)]
-        advantages = outcome_advantages(
-            settings.name,
-            everyone(learner, rewards),
-            everyone(learner, [record.group_id for record in records]),
-            everyone(learner, [record.num_sampled for record in records]),
-            normalize_std=settings.normalize_std,
-            lone=settings.lone_sample,
-            baselines=everyone(learner, baselines_of(records).tolist()) if reads_greedy else None,
-        )
-        return with_rows(self._config, learner, parts, advantages)
 
     def _row_kls(self, part: Anchored) -> list[list[float]]:
         """Sum of the KL over the sampled tokens of each row of each micro-batch, nats."""

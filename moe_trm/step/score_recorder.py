@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.scores import CONFIG_FILE, SCORES_FILE, ScoredBatch, ScoredUpdate, write_scores
+from moe_trm.row_fields import shared
 from moe_trm.step.passes import Anchored
 from moe_trm.types import TokenBatch
 
@@ -48,12 +49,8 @@ class ScoreRecorder:
 
         def watched(index: int, current: Scores) -> Tensor:
             # Detached: the graph of a whole step must not stay in memory.
-            seen[index] = Scores(
-                current.logprobs.detach(),
-                exact_kl=_detached(current.exact_kl),
-                entropy=_detached(current.entropy),
-                router_shift=current.router_shift,
-            )
+            known = shared(Scores, current)
+            seen[index] = Scores(current.logprobs.detach(), **{name: value.detach() for name, value in known.items()})
             return objective(index, current)
 
         return watched
@@ -84,10 +81,6 @@ class ScoreRecorder:
                 path.unlink(missing_ok=True)
 
 
-def _detached(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.detach()
-
-
 def _sample_tokens(batch: TokenBatch) -> Tensor:
     """`[B]` scored tokens of the sample of each row."""
     return batch.mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
@@ -97,8 +90,6 @@ def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
     batches = []
     several = any(batch.sample_tokens is not None for batch in part.batches)
     for index, (micro, batch) in enumerate(zip(part.mini.micro_batches, part.batches, strict=True)):
-        assert batch.rewards is not None, "rows that train have rewards"
-        assert batch.group_ids is not None, "rows that train have groups"
         current, ids = seen[index], [row.record.row_id for row in micro.rows]
         anchor = part.scores[index] if part.scores else None
         batches.append(
@@ -107,19 +98,13 @@ def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
                 rollout_logprobs=batch.rollout_logprobs,
                 current_logprobs=current.logprobs,
                 advantages=batch.advantages,
-                turn_ids=batch.turn_ids,
-                versions=batch.versions,
                 sample_ids=torch.tensor(ids or [-1], dtype=torch.int64),
-                group_ids=batch.group_ids,
-                rewards=batch.rewards,
                 anchor_logprobs=None if anchor is None else anchor.logprobs,
                 behavior_logprobs=None if part.behavior is None else part.behavior[index],
                 reference_logprobs=None if part.reference is None else part.reference[index],
-                exact_kl=current.exact_kl,
                 anchor_exact_kl=None if anchor is None else anchor.exact_kl,
-                entropy=current.entropy,
                 sample_tokens=_sample_tokens(batch) if several else None,
-                router_shift=current.router_shift,
+                **shared(ScoredBatch, batch, current),
             )
         )
     mini = part.mini

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import LearnerConfig, RolloutConfig, TrainConfig
 from moe_trm.methods.weight_formats import LARGEST, WeightFormat
 from moe_trm.sync.norm_noise import NormNoise
 
@@ -113,15 +113,15 @@ def _to_grid(weight: Tensor, largest: Tensor, to: WeightFormat) -> Tensor:
     return on_grid * scale
 
 
-def rounding_of(config: Config) -> Rounding:
+def rounding_of(rollout: RolloutConfig, train: TrainConfig, seed: int) -> Rounding:
     """Rounding of the weights in every push of this run."""
-    rollout, noise = config.rollout, None
+    noise = None
     if rollout.norm_noise:
-        steps = config.train.steps
-        noise = NormNoise(rollout.norm_noise, rollout.norm_noise_end, rollout.norm_noise_stages, steps, config.seed)
+        steps = train.steps
+        noise = NormNoise(rollout.norm_noise, rollout.norm_noise_end, rollout.norm_noise_stages, steps, seed)
     return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block, noise)
 
 
-def computes_in(config: Config) -> Rounding | None:
+def computes_in(learner: LearnerConfig, rollout: RolloutConfig, train: TrainConfig, seed: int) -> Rounding | None:
     """Rounding of the weights in every pass of the learner; None: passes use them as they are."""
-    return replace(rounding_of(config), noise=None) if config.learner.round_like_rollout else None
+    return replace(rounding_of(rollout, train, seed), noise=None) if learner.round_like_rollout else None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
+
+from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.rounding import DTYPES
 
 T = TypeVar("T")
 
@@ -35,6 +39,11 @@ def tensor_digest(tensor: Tensor) -> str:
 def bytes_digest(data: bytes | memoryview) -> str:
     """`tensor_digest` of a tensor with these bytes."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def num_bytes(entry: TensorEntry) -> int:
+    """Size of a pushed tensor."""
+    return prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
 def in_lots(items: Iterable[tuple[T, int]], most: int = LOT_BYTES) -> Iterator[list[T]]:

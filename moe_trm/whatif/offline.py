@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
+from moe_trm.row_fields import shared
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 from routing.replay import Native, RouteSource
@@ -80,9 +81,7 @@ class RecordedLearner:
 
 def current(batch: ScoredBatch) -> Scores:
     """The recorded scores of the update pass, as a new leaf without gradient."""
-    return Scores(
-        batch.current_logprobs.clone(), exact_kl=batch.exact_kl, entropy=batch.entropy, router_shift=batch.router_shift
-    )
+    return Scores(batch.current_logprobs.clone(), **shared(Scores, batch))
 
 
 def _anchor(batch: ScoredBatch) -> Scores:
@@ -106,15 +105,12 @@ def _token_batch(batch: ScoredBatch) -> TokenBatch:
         mask=batch.mask,
         rollout_logprobs=batch.rollout_logprobs,
         full_logprobs=batch.rollout_logprobs,
-        versions=batch.versions,
-        turn_ids=batch.turn_ids,
         advantages=batch.advantages,
         routes=(None,) * len(batch.mask),
         kept_ids=None,
         kept_offsets=None,
-        rewards=batch.rewards,
-        group_ids=batch.group_ids,
         sample_tokens=batch.sample_tokens,
+        **shared(TokenBatch, batch),
     )
 
 
@@ -123,4 +119,4 @@ def _row(number: int) -> TrainRow:
     none = np.zeros(0, np.int32)
     sample_id, row = row_of(number)
     record = RolloutRecord(sample_id, -1, "", none, none.astype(bool), none, none, none, none, None, None, "", row=row)
-    return TrainRow(record, 0.0)
+    return TrainRow(record)

@@ -13,7 +13,7 @@ import torch
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.quickstart.warmup import warm_up
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.servers.process import Server, start_server
 from tests.integration.jobs import BRIEF, write_config
 
 VOCAB_SIZE = 250

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_trm.config.schema import Config
 from moe_trm.recording.bundle import BundleWriter
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord

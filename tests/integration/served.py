@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding
@@ -30,9 +30,9 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 0.2, 0.1)
 EXPERT_FUSED = "model.layers.2.mlp.experts.w13_weight"
 
 
-def with_engine(config: Config, server: Server, work: Callable[[SglangEngine], Awaitable[T]]) -> T:
+def with_engine(config: Config, server: Server, work: Callable[[ServerEngine], Awaitable[T]]) -> T:
     async def run() -> T:
-        engine = SglangEngine(config, server.api_key)
+        engine = ServerEngine(config, server.api_key)
         try:
             return await work(engine)
         finally:
@@ -68,7 +68,7 @@ def prompts(count: int, length: int = 20) -> list[Prompt]:
 def sample(
     config: Config, server: Server, chosen: list[Prompt], params: SamplingParams = PARAMS
 ) -> list[RolloutRecord]:
-    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
         return list(
             await asyncio.gather(
                 *(engine.generate(prompt, params, sample_id=i, group_id=i) for i, prompt in enumerate(chosen))

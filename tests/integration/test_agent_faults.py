@@ -16,7 +16,7 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.agents.live_session import LiveSession
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.sglang.watchdog import Watchdog
+from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import TrainBatch
 from tests.integration.served import make_push
 from tests.integration.test_agent_rows import AGENT, ANSWERS

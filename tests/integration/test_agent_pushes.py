@@ -17,9 +17,9 @@ from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.served import PAUSES_S, make_push
@@ -55,7 +55,7 @@ def sessions(
     task = build_task(config.task.model_copy(update={"eval_size": 0}), str(folder / "chat"), 0)
 
     async def work() -> list[RolloutRecord]:
-        engine = SglangEngine(config, server.api_key)
+        engine = ServerEngine(config, server.api_key)
         host = FunctionHost(f"{folder / 'agent.py'}:run", adapter=ADAPTER, key="rollout.agent", limit_s=300.0)
         policy, rows = Policy(engine, task.tokens, AnswerReader(), Limits(9, 1500)), config.agent.rows
         door = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)

@@ -16,9 +16,9 @@ from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
@@ -59,7 +59,7 @@ def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=12, stop_token_ids=(2,))
 
     async def work() -> tuple[list[RolloutRecord], dict[str, float]]:
-        engine = SglangEngine(served_config, rollout_server.api_key)
+        engine = ServerEngine(served_config, rollout_server.api_key)
         settings = served_config.task.model_copy(update={"eval_size": 0})
         task = build_task(settings, str(with_template(tiny_moe, tmp_path / "chat")), 0)
         host = FunctionHost(f"{tmp_path / 'agent.py'}:run", adapter=ADAPTER, key="rollout.agent", limit_s=120.0)
@@ -99,7 +99,7 @@ def test_a_stop_text_of_several_tokens_ends_an_answer_where_it_is_complete(
 
     async def work() -> list[tuple[str, SampledTurn, SampledTurn]]:
         """A text of two tokens, the answer that has it, and the answer with it as a stop text."""
-        engine = SglangEngine(served_config, rollout_server.api_key)
+        engine = ServerEngine(served_config, rollout_server.api_key)
         try:
             await engine.start()
             contexts = [tuple(range(first, first + 20)) for first in range(10, 70, 4)]

@@ -18,7 +18,7 @@ from moe_trm.config import load, resolve
 from moe_trm.observe.prometheus import gauge_name
 from moe_trm.plan.modes import Mode
 from moe_trm.plan.simulate import Fleet, simulate
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.servers.process import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
 
@@ -287,7 +287,9 @@ def test_every_schedule_trains_and_has_the_ages_of_the_simulation(
         assert sum(row["reuse/groups"] for row in rows) > 0
         return
     fleet = Fleet(1, 1000, lambda _n: 1.0, push_s=0.1)
-    found = simulate([[3] * 16] * STEPS, 7.0, fleet, Mode.of(pipeline).schedule(sends=False))
+    found = simulate(
+        [[3] * 16] * STEPS, 7.0, fleet, Mode.of(pipeline.pipeline, pipeline.learner.minibatches).schedule(sends=False)
+    )
     ages = [{step - version for version in versions} for step, versions in enumerate(found.versions)]
     shares = [{age for age in range(4) if row.get(f"rollout/age_share/{age}", 0) > 0} for row in rows]
     assert shares == ages

@@ -12,10 +12,10 @@ import torch
 from moe_trm.config.schema import Config
 from moe_trm.functions.host import FunctionHost
 from moe_trm.recording.bundle import BundleReader
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.jobs import metrics_of, run_job, timeless
@@ -41,7 +41,7 @@ def test_routes_and_log_probs_of_every_turn_are_those_of_one_forward_over_the_wh
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=7, stop_token_ids=(2,))
 
     async def work() -> list[RolloutRecord]:
-        engine = SglangEngine(served_config, rollout_server.api_key)
+        engine = ServerEngine(served_config, rollout_server.api_key)
         task = build_task(served_config.task.model_copy(update={"eval_size": 0}), str(tiny_moe), 0)
         host = FunctionHost(f"{tmp_path / 'talk.py'}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=60.0)
         sampler = FunctionSampler(host, engine, task, params, Limits(9, 200), keep_changed=False)

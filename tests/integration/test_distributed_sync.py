@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from moe_trm.errors import SyncError
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checksum import EngineChecksums
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.manifest import Share
 from moe_trm.sync.rounding import Rounding

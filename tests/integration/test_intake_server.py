@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.types import RolloutRecord
 from tests.integration.served import PARAMS, check_against_hf, load, make_push, prompts, with_engine
@@ -22,7 +22,7 @@ def test_answers_of_a_real_server_through_intake_processes(
     rollout = served_config.rollout.model_copy(update={"intake_processes": 2})
     metrics: dict[str, float] = {}
 
-    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
         pool = engine._intake
         assert pool is not None
         await pool.start()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sampling_mask.record import join, split
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import RolloutRecord, SamplingParams
@@ -34,7 +34,7 @@ def test_a_sample_that_a_push_interrupts_is_rejected(
 ) -> None:
     """The engine would label its early tokens with the old version and give the new weights' routes for them."""
 
-    async def work(engine: SglangEngine, interrupting: WeightPush, pause_s: float) -> RolloutRecord:
+    async def work(engine: ServerEngine, interrupting: WeightPush, pause_s: float) -> RolloutRecord:
         expected = asyncio.to_thread(verified_checksums, interrupting, "float32")
         long = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=600)
         sample = asyncio.create_task(engine.generate(prompts(1)[0], long, sample_id=0, group_id=0))
@@ -67,7 +67,7 @@ def test_what_a_push_interrupts_is_continued_and_each_token_keeps_its_version(
     config = served_config.model_copy(update={"pipeline": pipeline})
     long = replace(PARAMS, max_new_tokens=400)
 
-    async def work(engine: SglangEngine, old: WeightPush, new: WeightPush, pause_s: float) -> list[RolloutRecord]:
+    async def work(engine: ServerEngine, old: WeightPush, new: WeightPush, pause_s: float) -> list[RolloutRecord]:
         await engine.load_weights(old)
         samples = [
             asyncio.create_task(engine.generate(prompt, long, sample_id=i, group_id=i))

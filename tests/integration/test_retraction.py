@@ -12,10 +12,10 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import PAUSES_S, VOCAB, load, make_push, prompts, with_engine
 
@@ -24,7 +24,7 @@ COUNT = 12
 """Samples that are asked for at once of the server with little memory."""
 
 
-async def outcomes(engine: SglangEngine, count: int, params: SamplingParams) -> list[Outcome]:
+async def outcomes(engine: ServerEngine, count: int, params: SamplingParams) -> list[Outcome]:
     """The record or the rejection of `count` samples that are asked for at once."""
     made = await asyncio.gather(
         *(engine.generate(prompt, params, sample_id=i, group_id=i) for i, prompt in enumerate(prompts(count))),
@@ -46,7 +46,7 @@ def test_a_sample_that_was_retracted_and_goes_on_under_the_same_weights(
     long = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=300)
     load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 80))
 
-    async def work(engine: SglangEngine, pause_s: float) -> list[Outcome]:
+    async def work(engine: ServerEngine, pause_s: float) -> list[Outcome]:
         samples = asyncio.create_task(outcomes(engine, 4, long))
         async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:
             await asyncio.sleep(pause_s)
@@ -120,7 +120,7 @@ def test_memory_pressure_retracts_and_both_policies_treat_it(
     load(config, server, make_push(tmp_path, tiny_moe, 0, "bfloat16"))
     chosen = prompts(COUNT)
 
-    async def work(engine: SglangEngine) -> tuple[list[SampledTurn], list[SampledTurn], float]:
+    async def work(engine: ServerEngine) -> tuple[list[SampledTurn], list[SampledTurn], float]:
         plain = [await engine.turn(prompt.token_ids, greedy) for prompt in chosen]
         before = engine.metrics()["rollout/retracted"]
         assert before == 0

@@ -17,8 +17,8 @@ from benchmarks.resume_drill import books_balance, metrics_of
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.sglang.supervisor import Server, start_server
-from moe_trm.rollout.sglang.watchdog import Watchdog
+from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import TrainBatch
 from tests.integration.jobs import still_running, write_config
 from tests.integration.proxy import Proxy

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.types import RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import (
     EXPERT,
@@ -68,9 +69,9 @@ def test_a_push_succeeds_while_the_engine_generates_for_others(
     """A client that hung up, like a health check that gave up, leaves a request that keeps the engine busy."""
     (prompt,) = prompts(1)
 
-    async def hang_up(engine: SglangEngine) -> None:
+    async def hang_up(engine: ServerEngine) -> None:
         long = replace(PARAMS, max_new_tokens=1500)
-        request = {**engine.generate_request(prompt.token_ids, long, bare=True), "stream": True}
+        request = {**generate_request(engine.question(prompt.token_ids, long, bare=True)), "stream": True}
         key = {"Authorization": f"Bearer {rollout_server.api_key}"}
         async with (
             aiohttp.ClientSession(headers=key) as session,
@@ -78,7 +79,7 @@ def test_a_push_succeeds_while_the_engine_generates_for_others(
         ):
             await response.content.readline()
 
-    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
         records = []
         for version in range(20, 23):
             push = make_push(tmp_path, tiny_moe, version)
@@ -113,7 +114,7 @@ def test_an_engine_that_lent_its_memory_serves_the_next_push_as_before(
     (prompt,) = prompts(1)
     greedy = replace(PARAMS, top_p=1e-3)
 
-    async def work(engine: SglangEngine) -> list[list[int]]:
+    async def work(engine: ServerEngine) -> list[list[int]]:
         answers = []
         for version in (6, 7):
             await engine.load_weights(make_push(tmp_path, tiny_moe, version))
@@ -187,7 +188,7 @@ def test_start_refuses_a_server_of_another_model(
 
 def test_a_wrong_key_is_refused_with_advice(served_config: Config, rollout_server: Server) -> None:
     async def run() -> None:
-        engine = SglangEngine(served_config, "not the key")
+        engine = ServerEngine(served_config, "not the key")
         try:
             await engine.start()
         finally:
@@ -212,7 +213,7 @@ def test_greedy_answers_are_the_models(
     expected = tuple(tokens[len(prompt.token_ids) :])
     stop = expected[5] if expected[5] not in expected[:5] else VOCAB - 1
 
-    async def work(engine: SglangEngine) -> list[SampledTurn]:
+    async def work(engine: ServerEngine) -> list[SampledTurn]:
         greedy = SamplingParams(top_k=1, max_new_tokens=16, stop_token_ids=(stop,))
         return [
             await engine.turn(prompt.token_ids, params, bare=True)
@@ -229,7 +230,7 @@ def test_greedy_answers_are_the_models(
 
 
 def test_samples_of_weights_that_no_push_gave_are_refused(served_config: Config, rollout_server: Server) -> None:
-    async def work(engine: SglangEngine) -> None:
+    async def work(engine: ServerEngine) -> None:
         async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:
             await api.post("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
         await engine.generate(prompts(1)[0], PARAMS, sample_id=0, group_id=0)

@@ -15,8 +15,8 @@ import torch
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sglang.checks import ServerCheck
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import masked_logprobs_and_kl
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import pytest
 
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.servers.process import Server
 
 ACTIONS = (
     "/generate",

@@ -30,9 +30,9 @@ from moe_trm.observe.lines import ProgressLines
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.types import RolloutRecord, TrainBatch
 from tests.integration.proxy import Proxy
 from tests.integration.served import PARAMS, check_against_hf, make_push

@@ -16,8 +16,8 @@ import pytest
 
 from launch.job import free_port
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.sglang import supervisor
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.servers import process as supervisor
+from moe_trm.rollout.servers.process import Server
 from tests.integration.jobs import still_running
 
 PIPE_BYTES = 1 << 16

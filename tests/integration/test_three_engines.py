@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from moe_trm.cli import main as moe_trm
 from moe_trm.models.tiny.checkpoint import PAD
 from moe_trm.recording.bundle import BundleReader
-from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.servers import process as supervisor
 from tests.integration.jobs import metrics_of, run_job, write_config
 
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader
@@ -30,6 +31,7 @@ class StandInLearner(Learner):
     data_size: int = 1
     moe_layer_ids: tuple[int, ...] = ()
     model_moe_layer_ids: tuple[int, ...] = ()
+    device: torch.device = torch.device("cpu")
     leads: bool = True
 
     def score(
@@ -40,6 +42,12 @@ class StandInLearner(Learner):
         kept_mass: bool = False,
         weights: str | None = None,
     ) -> list[Scores]:
+        return self.scored(batches, sources, weights)
+
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
+    ) -> list[Scores]:
+        """What `score` returns; without the kept mass."""
         raise _unexpected("score")
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:

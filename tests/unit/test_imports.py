@@ -71,7 +71,7 @@ def test_routing_imports_nothing_of_the_harness() -> None:
 
 
 def test_advantages_need_no_torch() -> None:
-    """The rollout controller computes them and stays light."""
+    """They are NumPy alone."""
     assert "torch" not in loaded_by(["moe_trm.batch.advantages"])
 
 

@@ -26,7 +26,7 @@ def evidence(lengths: list[int], noise: float = 0.1) -> tuple[Evidence, Tensor]:
     advantages = torch.where(torch.arange(len(lengths)) % 2 == 0, 1.0, -1.0)[:, None] * mask
     ratios = LogRatios(rollout, rollout + moved[0], current, mask)
     rewards = torch.arange(len(lengths)).float() % 2
-    return Evidence(ratios, advantages, torch.zeros_like(mask, dtype=torch.int32), rewards=rewards), current
+    return Evidence(ratios, advantages, turn_ids=torch.zeros_like(mask, dtype=torch.int32), rewards=rewards), current
 
 
 LENGTHS = {"long": [100_000, 7], "one token": [1, 1, 1], "with an empty row": [3, 0, 5], "nothing": [0, 0]}

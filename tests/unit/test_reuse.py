@@ -138,5 +138,5 @@ def test_without_the_setting_nothing_is_held() -> None:
 
 def test_rows_of_drawn_groups_have_the_weight_of_the_draw() -> None:
     fresh, old = group(1, 0), group(2, 0)
-    rows = [TrainRow(record, 1.0) for record in (*fresh.kept, *old.kept)]
+    rows = [TrainRow(record) for record in (*fresh.kept, *old.kept)]
     assert [row.weight for row in with_weights(rows, [Again(old, 0.5)])] == [1, 1, 0.5, 0.5]

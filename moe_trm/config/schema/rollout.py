@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe_trm.config.engines import EngineTraits, traits_of
+from moe_trm.config.engines import DEFAULT, EngineTraits, traits_of
 from moe_trm.config.schema.section import Count, Fraction, Positive, Section
 from moe_trm.methods.weight_formats import WeightFormat
 
@@ -59,7 +59,7 @@ class ServerConfig(Section):
 class RolloutConfig(Section):
     """The rollout engine and its sampling."""
 
-    engine: str = "sglang"
+    engine: str = DEFAULT
     """`sglang`: real servers. `bundle`: recorded responses, so that a run can be repeated bit for bit.
     `package.module:Engine` or `path/to/file.py:Engine`: an engine of your own (docs/pipeline.md)."""
     url: str | None = None

@@ -73,7 +73,9 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         identity = Identity(base_checksum(base_parts(policy.causal), device), wanted.lora)
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     alignment = alignment_of(config.optimizer.alignment_limit)
-    optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale, alignment)
+    optimizer = GuardedOptimizer(
+        engine, learning_rate(config.optimizer, config.learner, config.train), loss_scale, alignment
+    )
     return DeepSpeedLearner(
         engine,
         optimizer,
@@ -86,7 +88,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         (PartitionSnapshots if partitioned else Snapshots)(
             [policy],
             inputs_first=family_of(hf, folder) is GPT_OSS,
-            computes_in=computes_in(config),
+            computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
             trained_only=wanted is not None,
         ),
         TrainingState(policy.causal, engine, optimizer, identity),
@@ -121,7 +123,7 @@ def _initialize(
 
     `unread`: the checkpoint of a policy whose parameters are read now.
     """
-    deepspeed, settings = load_deepspeed(), zero_config(config)
+    deepspeed, settings = load_deepspeed(), zero_config(config.learner, config.optimizer)
     # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as
     # transformers made them.
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LearnerConfig, OptimizerConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
 from moe_trm.learner.lora.targets import check_lora
@@ -57,16 +57,16 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     check_lora(config.learner, hf_config)
 
 
-def zero_config(config: Config) -> dict[str, Any]:
+def zero_config(learner: LearnerConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     """DeepSpeed's configuration: float32 gradients and norms, our own loss scale, manually counted micro-batches."""
-    settings = config.learner.deepspeed
+    settings = learner.deepspeed
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     low: dict[str, Any] = {}
-    if config.learner.dtype == "bfloat16":
+    if learner.dtype == "bfloat16":
         low = {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    elif config.learner.dtype == "float16":
+    elif learner.dtype == "float16":
         low = {"fp16": {"enabled": True, "loss_scale": 1.0}}
     if low:
         low |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -75,7 +75,7 @@ def zero_config(config: Config) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 2**31,
-        "gradient_clipping": config.optimizer.max_grad_norm,
+        "gradient_clipping": optimizer.max_grad_norm,
         "zero_optimization": zero,
         # torch's AdamW also where the state is offloaded: DeepSpeed's own compiles at run time.
         "zero_force_ds_cpu_optimizer": False,

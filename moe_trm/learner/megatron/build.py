@@ -75,7 +75,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         chunks,
         wrapped,
         config.optimizer,
-        learning_rate(config),
+        learning_rate(config.optimizer, config.learner, config.train),
         loss_scale,
         bf16=model_config.bf16,
         distributed=is_distributed,
@@ -101,7 +101,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         Parts(fp8.alignment(config.learner), packed=packed),
         temperature=config.rollout.temperature,
         device=device,
-        computes_in=computes_in(config),
+        computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
         frozen_base=wanted is not None,
     )
 

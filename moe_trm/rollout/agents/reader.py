@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moe_trm.config.engines import NAMED_PARSERS
 from moe_trm.errors import RecordRejected
 from moe_trm.functions.load import load_function
 from moe_trm.rollout.agents.messages import Message, plain
-from moe_trm.rollout.sglang import parsers
 
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, Sequence[Mapping[str, Any]]]]
 """Text and descriptions of tools to the text beside the calls, and the calls: `name`, `arguments`."""
@@ -80,16 +80,18 @@ def build_reader(tool_parser: str | None, reasoning_parser: str | None) -> Answe
     tools: ToolParser | None = None
     reasoning: ReasoningParser | None = None
     if tool_parser is not None:
-        own = ":" in tool_parser
-        tools = load_function(tool_parser, key=TOOLS_KEY) if own else parsers.tool_parser(tool_parser, TOOLS_KEY)
+        tools = _parser(tool_parser, "tool_parser", TOOLS_KEY)
     if reasoning_parser is not None:
-        own = ":" in reasoning_parser
-        reasoning = (
-            load_function(reasoning_parser, key=REASONING_KEY)
-            if own
-            else parsers.reasoning_parser(reasoning_parser, REASONING_KEY)
-        )
+        reasoning = _parser(reasoning_parser, "reasoning_parser", REASONING_KEY)
     return AnswerReader(tools, reasoning)
+
+
+def _parser(name: str, kind: str, key: str) -> Callable[..., Any]:
+    """The user's own, or the one of `NAMED_PARSERS` with this name."""
+    if ":" in name:
+        return load_function(name, key=key)
+    parser: Callable[..., Any] = load_function(f"{NAMED_PARSERS}:{kind}", key=key)(name, key)
+    return parser
 
 
 TOOLS_KEY = "agent.tool_parser"

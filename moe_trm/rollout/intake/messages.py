@@ -5,23 +5,24 @@ Arrays never travel here: they are in a block of the process's shared file (`moe
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.question import Question
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.frames import frame
 from moe_trm.runtime.shared_blocks import Block
-from moe_trm.types import SamplingParams
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """To the process, once.
 
-    `timeout_s` and `max_attempts` are those of a request; `tokenizer` is a checkpoint's folder, empty for none.
+    `answers` names the engine's `AnswerFormat`. `timeout_s` and `max_attempts`
+    are those of a request; `tokenizer` is a checkpoint's folder, empty for none.
     """
 
+    answers: str
     model: ServedModel
     api_key: str | None
     timeout_s: float
@@ -35,28 +36,19 @@ class Whole(msgspec.Struct, frozen=True):
     sample_id: int
     group_id: int
     prompt_id: str
-    params: SamplingParams
     keep_changed: bool
 
 
-class Question(msgspec.Struct, frozen=True):
-    """One request to an engine, and how its answer is read.
-
-    `request` is the JSON body. `start` is the first row of the routes that it asks for.
-    """
-
-    request: dict[str, Any]
-    wanted: Wanted
-    start: int = 0
-    whole: Whole | None = None
-
-
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """To the process: ask the server at `url`. `number` is positive and never used again."""
+    """To the process: ask the server at `url`. `number` is positive and never used again.
+
+    `whole`: the answer is a sample, if no push cuts it.
+    """
 
     number: int
     url: str
     question: Question
+    whole: Whole | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

@@ -13,9 +13,10 @@ import weakref
 import msgspec
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.intake.messages import Hello, Question
+from moe_trm.rollout.intake.messages import Hello, Whole
 from moe_trm.rollout.intake.process import IntakeEnded, IntakeProcess
 from moe_trm.rollout.intake.reading import Reading
+from moe_trm.rollout.servers.question import Question
 from moe_trm.runtime.shared_blocks import SharedFile
 
 REISSUES = 3
@@ -51,7 +52,7 @@ class IntakePool:
         """Processes started from now on decode whole samples with the tokenizer of this folder."""
         self._hello = msgspec.structs.replace(self._hello, tokenizer=checkpoint)
 
-    async def ask(self, url: str, question: Question) -> Reading:
+    async def ask(self, url: str, question: Question, whole: Whole | None = None) -> Reading:
         """See `IntakeProcess.ask`.
 
         Raises `RecordRejected` (`intake_failed`) where processes end on this question again and again, and
@@ -60,7 +61,7 @@ class IntakePool:
         for attempt in range(REISSUES + 1):
             process = await self._ready()
             try:
-                return await process.ask(url, question)
+                return await process.ask(url, question, whole)
             except IntakeEnded:
                 self.reissued += attempt < REISSUES
         raise RecordRejected(

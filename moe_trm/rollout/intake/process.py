@@ -22,15 +22,16 @@ from moe_trm.rollout.intake.messages import (
     Parsed,
     Ping,
     Pong,
-    Question,
     Ready,
     Rejected,
     ToProcess,
+    Whole,
     pack,
 )
 from moe_trm.rollout.intake.pulse import Health, Look, Pulse, state_of
 from moe_trm.rollout.intake.reading import Reading
-from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.servers.question import Question
 from moe_trm.runtime import wire
 from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child
@@ -122,7 +123,7 @@ class IntakeProcess:
         """Questions without an answer."""
         return len(self._open)
 
-    async def ask(self, url: str, question: Question) -> Reading:
+    async def ask(self, url: str, question: Question, whole: Whole | None) -> Reading:
         """The checked answer of the server at `url`.
 
         Raises `IntakeEnded`, `RecordRejected` as `reading.read` does, and `EngineError` as `EngineHttp.request` does.
@@ -132,7 +133,7 @@ class IntakeProcess:
         number = next(self._numbers)
         self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(number, url, question))
+            self._send(Ask(number, url, question, whole))
             return await self._open[number]
         except asyncio.CancelledError:
             self._send(Cancel(number))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_trm.rollout.intake.messages import Question
+from moe_trm.rollout.intake.messages import Whole
+from moe_trm.rollout.servers.continuation import settled
+from moe_trm.rollout.servers.question import AnswerFormat, Question
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.continuation import settled
-from moe_trm.rollout.sglang.parse import parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.tasks.rewards import written_text
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn
@@ -32,18 +32,24 @@ class Reading:
     written: tuple[str, str] | None = None
 
 
-def read(body: bytes | memoryview, question: Question, model: ServedModel, tokens: Tokens | None) -> Reading:
-    """Parse and check one answer of SGLang's `/generate`.
+def read(
+    body: bytes | memoryview,
+    question: Question,
+    whole: Whole | None,
+    model: ServedModel,
+    tokens: Tokens | None,
+    form: AnswerFormat,
+) -> Reading:
+    """Parse and check one answer of an engine's server.
 
-    Raises `RecordRejected` as `parse_turn` and `Conversation.record` do.
+    Raises `RecordRejected` as `AnswerFormat.parse` and `Conversation.record` do.
     """
-    context, whole = question.request["input_ids"], question.whole
-    turn = parse_turn(body, context, model, question.wanted, start=question.start)
-    if whole is None or (finished := settled(turn, whole.params)).finish_reason == "abort":
+    turn = form.parse(body, question, model)
+    if whole is None or (finished := settled(turn, question.params)).finish_reason == "abort":
         return Reading(turn, turn.retracted)
-    conversation = Conversation(Prompt(whole.prompt_id, tuple(context)))
+    conversation = Conversation(Prompt(whole.prompt_id, question.context))
     conversation.add(finished)
     record = conversation.record(sample_id=whole.sample_id, group_id=whole.group_id, keep_changed=whole.keep_changed)
     if tokens is None:
         return Reading(record, turn.retracted)
-    return Reading(record, turn.retracted, written_text(tokens, len(context), record))
+    return Reading(record, turn.retracted, written_text(tokens, len(question.context), record))

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from moe_trm.rollout.intake.exchange import Exchange
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp
 
 ROOM_BYTES = 64 << 20
 """Bodies that a process holds at once, added up; a larger one is taken in alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_trm.rollout.sampler import SingleTurn, rewarded
-from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
@@ -18,7 +18,7 @@ class WrittenTurn(SingleTurn):
         params: how the behaviour policy samples.
     """
 
-    def __init__(self, engine: SglangEngine, task: Task, params: SamplingParams) -> None:
+    def __init__(self, engine: ServerEngine, task: Task, params: SamplingParams) -> None:
         super().__init__(engine, task, params)
         self._writing = engine
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected
+from moe_trm.functions.load import load_function
 from moe_trm.rollout.intake.messages import (
     Ask,
     Cancel,
@@ -35,7 +36,8 @@ from moe_trm.rollout.intake.messages import (
 )
 from moe_trm.rollout.intake.reading import read
 from moe_trm.rollout.intake.receiving import Reception, Room
-from moe_trm.rollout.sglang.http import HEADERS, EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.servers.http import HEADERS, EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.servers.question import AnswerFormat
 from moe_trm.runtime import wire
 from moe_trm.runtime.frames import from_parent
 from moe_trm.runtime.shared_blocks import BlockWriter
@@ -57,6 +59,7 @@ class Intake:
 
     def __init__(self, hello: Hello, writer: BlockWriter, send: Callable[[FromProcess], None]) -> None:
         self._hello, self._writer, self._send = hello, writer, send
+        self._format = answer_format(hello.answers)
         self._tokens = Tokens(hello.tokenizer) if hello.tokenizer else None
         key = {"Authorization": f"Bearer {hello.api_key}"} if hello.api_key else {}
         self._headers = {**HEADERS, **key}
@@ -85,7 +88,7 @@ class Intake:
             ask.url, self._headers, self._room, timeout_s=hello.timeout_s, max_attempts=hello.max_attempts
         )
         try:
-            body = await reception.answer("/generate", ask.question.request)
+            body = await reception.answer(self._format.generate_path, self._format.request(ask.question))
             self._send(self._parsed(ask, body))
         except RecordRejected as rejection:
             self._send(Rejected(ask.number, rejection.reason, *_parts(rejection)))
@@ -100,7 +103,7 @@ class Intake:
             reception.leave()
 
     def _parsed(self, ask: Ask, body: memoryview) -> Parsed:
-        reading = read(body, ask.question, self._hello.model, self._tokens)
+        reading = read(body, ask.question, ask.whole, self._hello.model, self._tokens, self._format)
         value, *buffers = wire.encode(reading.value)
         return Parsed(
             ask.number,
@@ -110,6 +113,12 @@ class Intake:
             retracted=reading.retracted,
             written=reading.written,
         )
+
+
+def answer_format(name: str) -> AnswerFormat:
+    """The `AnswerFormat` of this name. Raises `ConfigError`."""
+    made: AnswerFormat = load_function(name, key="rollout.engine")()
+    return made
 
 
 def _kind(error: EngineError) -> Any:

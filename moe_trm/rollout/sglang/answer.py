@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.sglang.parse import parse_turn
 from moe_trm.rollout.turn import naming
 from moe_trm.types import Prompt, RolloutRecord
 

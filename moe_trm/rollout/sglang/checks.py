@@ -2,69 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from moe_trm.config.route_defects import defects_of
-from moe_trm.errors import EngineError, EngineLost, RecordRejected
+from moe_trm.errors import EngineError, RecordRejected
+from moe_trm.rollout.servers.backend import Requirements
+from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.answer_form import MetaInfo, decode_answer
 from moe_trm.rollout.sglang.api import check_can_verify
-from moe_trm.rollout.sglang.http import EngineHttp, EngineSlow, HttpStatusError
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.sglang.request import generate_request
+from moe_trm.rollout.sglang.route_defects import defects_of
 from moe_trm.types import Prompt, SamplingParams
 from routing.sglang import PAYLOAD_BYTES, PAYLOAD_DTYPE
 
-BAD_REQUEST, SERVICE_UNAVAILABLE = 400, 503
-
-POLL_S = 0.5
-"""Pause between two health checks of a server that is still starting."""
-
-Request = Callable[[tuple[int, ...], SamplingParams], dict[str, object]]
-"""The JSON body that asks for one sample."""
+BAD_REQUEST = 400
 
 
 class ServerCheck:
-    """Requirements on every server of a run.
+    """Requirements on every server of a run."""
 
-    Args:
-        model: sizes of the checkpoint.
-        wanted: what samples are asked for.
-        request: makes the body of a request.
-        temperature: of the rollout.
-        dtype: the engine's arithmetic.
-        verify: whether weight pushes will be proved.
-        startup_timeout_s: longest wait for a server that is loading.
-        quantization: to which the engine is meant to round the weights that it is sent.
-        wait_s: longest wait for a server that takes no connection yet.
-    """
-
-    def __init__(
-        self,
-        model: ServedModel,
-        wanted: Wanted,
-        request: Request,
-        *,
-        temperature: float,
-        dtype: str,
-        verify: bool,
-        startup_timeout_s: float,
-        wait_s: float = 0.0,
-        quantization: str | None = None,
-    ) -> None:
-        self._model, self._wanted, self._request = model, wanted, request
-        self._temperature, self._dtype, self._verify = temperature, dtype, verify
-        self._startup_timeout_s, self._wait_s, self._quantization = startup_timeout_s, wait_s, quantization
+    def __init__(self, requirements: Requirements) -> None:
+        self._model, self._wanted = requirements.model, requirements.wanted
+        self._temperature, self._dtype, self._verify = (
+            requirements.temperature,
+            requirements.dtype,
+            requirements.verify,
+        )
+        self._quantization = requirements.quantization
         self._with_random_weights = set[str]()
 
     async def run(self, http: EngineHttp) -> str:
-        """Wait until the server generates; check that it serves this checkpoint with the wanted features on.
+        """Check that a server which generates serves this checkpoint with the wanted features on.
 
         Returns the device whose hash its weight checksums use. Raises `EngineError`.
         """
-        await self._wait_until_healthy(http)
         served = await http.get("/model_info")
         architectures = served.get("architectures") or []
         if self._model.architecture not in architectures:
@@ -113,9 +86,8 @@ class ServerCheck:
 
         Raises `EngineError`.
         """
-        request = self._request((0, 0), SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1))
-        if self._wanted.routes:
-            request["routed_experts_start_len"] = 1
+        params = SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1)
+        request = generate_request(Question((0, 0), params, self._wanted, start=1))
         body = await router.request("POST", "/generate", request)
         try:
             meta = decode_answer(body).meta_info
@@ -133,28 +105,8 @@ class ServerCheck:
         size = PAYLOAD_BYTES.get(meta.routed_experts_dtype or PAYLOAD_DTYPE, 0)
         return (size * self._model.num_layers * self._model.top_k + 2) // 3 * 4
 
-    async def _wait_until_healthy(self, http: EngineHttp) -> None:
-        """Ask the server until it answers.
-
-        A server that refuses connections fails after the usual attempts, and after `wait_s`. One that answers 503 is
-        loading and gets `startup_timeout_s`.
-        """
-        clock = asyncio.get_running_loop().time
-        begun = clock()
-        while True:
-            try:
-                await http.request("GET", "/health")
-            except HttpStatusError as error:
-                if error.status != SERVICE_UNAVAILABLE or clock() > begun + self._startup_timeout_s:
-                    raise
-            except EngineSlow:
-                raise
-            except EngineLost:
-                if clock() >= begun + self._wait_s:
-                    raise
-            else:
-                return
-            await asyncio.sleep(POLL_S)
+    def _request(self, token_ids: tuple[int, ...], params: SamplingParams) -> dict[str, object]:
+        return generate_request(Question(token_ids, params, self._wanted))
 
     async def _probe_model(self, http: EngineHttp) -> None:
         """Sample one token: its routes show layers and experts per token.

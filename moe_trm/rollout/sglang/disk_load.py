@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
-from math import prod
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
 from moe_trm.sync.shard import Memory, Shard
-from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots
+from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots, num_bytes
 
 
 def verified_checksums(
@@ -59,11 +58,6 @@ def verified_checksums(
             fix="Look for damaged storage, a full disk, or another writer of this folder; then push again.",
         )
     return checksums.result()
-
-
-def num_bytes(entry: TensorEntry) -> int:
-    """Size of a pushed tensor."""
-    return prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
 def _take(

@@ -14,15 +14,14 @@ Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer_form import Answer, MetaInfo, decode_answer
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sampling_mask.sound import sound_mask
@@ -40,20 +39,6 @@ QUOTATION_MARK = ord('"')
 
 MAX_VERSION_DIGITS = 9
 """Keeps versions inside int32."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Fields requested besides tokens and log-probs; a requested field that is missing rejects the record."""
-
-    routes: bool
-    mask: bool
-    violation: Violation = "reject"
-    """Treatment of a sampled token outside its own mask."""
-    partial: bool = False
-    """True when an answer aborted after its first token is a record too: the beginning of one, to be continued."""
-    missing: Literal["reject", "native"] = "reject"
-    """Treatment of a sample with recomputed routes (`SampledTurn.recomputed`): reject it, or leave them out."""
 
 
 def parse_turn(

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.together import Received, parse_turns
 from moe_trm.types import SampledTurn
 

@@ -15,10 +15,11 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer_form import SHORT_BYTES, Answer, decode_answer
 from moe_trm.rollout.sglang.parse import (
     QUOTATION_MARK,
-    Wanted,
     finish_reason_of,
     parse_turn,
     recomputed_routes,
@@ -26,7 +27,6 @@ from moe_trm.rollout.sglang.parse import (
     version_spans,
     versions_of,
 )
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sampling_mask.sound import sound_mask
 from moe_trm.types import SampledTurn

@@ -25,7 +25,8 @@ from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.loop import train
 from moe_trm.observe.sinks import Sink
 from moe_trm.rollout.build import build_controller
-from moe_trm.rollout.controller import RolloutController, rank_share
+from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.rank_share import rank_share
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TokenBatch, TrainBatch

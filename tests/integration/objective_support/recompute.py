@@ -48,7 +48,7 @@ def recompute(
     preset = corrections.presets[config.correction.preset] if config.correction.preset else None
     specs = [*(preset.rules if preset else ()), *((rule.name, rule.thresholds) for rule in config.correction.rules)]
     rules = [corrections.get(name).bind(**thresholds) for name, thresholds in specs]
-    correction = corrections.compose(rules, whole_minibatch=True)(Evidence(ratios, advantages, turns))
+    correction = corrections.compose(rules, whole_minibatch=True)(Evidence(ratios, advantages, turn_ids=turns))
     if config.correction.batch_normalize != "off":
         correction = normalized(correction, weight_sums(correction, mask, config.correction.batch_normalize))
     name, parameters = (preset.loss if preset else None) or (config.loss.name or "ppo_clip", config.loss.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch import advantages as adv
+from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.outcome import GDPO, OUTCOME, REMAX, advantages_by_part, outcome_advantages
 from moe_trm.errors import ConfigError, ControllerError
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
+from tests.unit.records import make_record
 
 R = np.array([1, 0, 1, 0, 0.5, 0.5])
 G = np.array([7, 7, 7, 2, 2, 2])
@@ -112,8 +115,14 @@ def test_gdpo_reads_named_rewards() -> None:
     np.testing.assert_allclose(only, adv.whiten_rows(adv.grpo(table[:, 1], groups), lengths))
     unlike: list[list[dict[str, float]]] = [[{}, {}], [{"a": 1.0}, {"b": 1.0}]]
     for broken in unlike:
+        samples = [replace(make_record(sample_id=i), reward_parts=part) for i, part in enumerate(broken)]
         with pytest.raises(ControllerError, match="named rewards"):
-            advantages_by_part(broken, np.zeros(2, int), {}, np.ones(2, int))
+            rewarded_samples("gdpo", samples)
+
+
+def test_a_sample_without_a_reward_is_refused_and_never_counts_as_zero() -> None:
+    with pytest.raises(ControllerError, match="has no reward"):
+        rewarded_samples("grpo", [make_record(), replace(make_record(sample_id=1), reward=None)])
 
 
 def test_reinforce_plus_plus_is_whitened_over_tokens() -> None:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample, without_overlong
+from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample
 from moe_trm.config.schema import BatchConfig
 from moe_trm.types import RolloutRecord
+from tests.unit.advantages import of_samples
 from tests.unit.records import make_record
 
 
@@ -44,6 +44,7 @@ def test_only_drop_drops_a_sample() -> None:
 
 
 def test_a_masked_sample_has_no_advantage_and_leaves_the_others_theirs() -> None:
-    records, advantages = group(1, 0, 1, overlong=(1,)), np.array([0.5, -1.0, 0.5])
-    assert without_overlong(records, advantages, BatchConfig(overlong="mask")).tolist() == [0.5, 0.0, 0.5]
-    assert without_overlong(records, advantages, BatchConfig(overlong="keep")).tolist() == [0.5, -1.0, 0.5]
+    records = group(1, 0, 1, overlong=(1,))
+    masked, kept = (of_samples(records, "dr_grpo", batch={"overlong": overlong}) for overlong in ("mask", "keep"))
+    assert [own[0] for [own] in kept] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+    assert [own[0] for [own] in masked] == pytest.approx([1 / 3, 0.0, 1 / 3])

@@ -29,7 +29,7 @@ def twins() -> list[RolloutRecord]:
 
 
 def check(records: list[RolloutRecord], source: ReplayRecords | None = None) -> None:
-    batch = collate(MicroBatch(tuple(TrainRow(record, 1.0) for record in records)), keep_mask=True)
+    batch = collate(MicroBatch(tuple(TrainRow(record) for record in records)), keep_mask=True)
     source = source or batch.rollout_routes
     check_records(source.records, batch.input_ids, batch.target_ids, batch.valid, origins=source.origins)
 
@@ -49,7 +49,7 @@ def test_an_exchange_of_routes_between_samples_of_the_same_tokens_is_found(one: 
 
 
 def test_every_replayed_pass_knows_what_its_routes_are_bound_to() -> None:
-    batch = collate(MicroBatch(tuple(TrainRow(record, 1.0) for record in twins())), keep_mask=True)
+    batch = collate(MicroBatch(tuple(TrainRow(record) for record in twins())), keep_mask=True)
     assert batch.origins == tuple(record.origin for record in twins())
     sources = [behavior_source("R3", batch), anchor_source("R3", batch), update_source("R3", batch, None)]
     for source in sources:

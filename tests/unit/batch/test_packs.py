@@ -18,7 +18,7 @@ from tests.unit.records import make_record
 
 
 def rows_of(lengths: list[int]) -> list[TrainRow]:
-    return [TrainRow(make_record(sample_id=i, num_prompt=1, num_sampled=n), 0.0) for i, n in enumerate(lengths)]
+    return [TrainRow(make_record(sample_id=i, num_prompt=1, num_sampled=n)) for i, n in enumerate(lengths)]
 
 
 @given(

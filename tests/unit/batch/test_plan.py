@@ -14,6 +14,7 @@ from moe_trm.batch.plan import plan_metrics, plan_step
 from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.sampling_mask.violation import drop
 from moe_trm.types import MicroBatch, TrainRow
+from tests.unit.advantages import valued
 from tests.unit.records import make_record
 
 
@@ -27,7 +28,7 @@ from tests.unit.records import make_record
 def test_every_row_is_planned_exactly_once(
     lengths: list[int], minibatches: int, data_size: int, micro_batch_rows: int, step: int
 ) -> None:
-    rows = [TrainRow(make_record(sample_id=i, num_sampled=n), float(i)) for i, n in enumerate(lengths)]
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=n)) for i, n in enumerate(lengths)]
     sizes: dict[str, Any] = {"minibatches": minibatches, "data_size": data_size, "micro_batch_rows": micro_batch_rows}
     plan = plan_step(rows, seed=0, step=step, **sizes)
     assert len(plan) == data_size
@@ -47,7 +48,7 @@ def test_every_row_is_planned_exactly_once(
 
 def test_ranks_get_like_numbers_of_tokens() -> None:
     rng = np.random.default_rng(0)
-    rows = [TrainRow(make_record(sample_id=i, num_sampled=int(n)), 0.0) for i, n in enumerate(rng.integers(1, 100, 64))]
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=int(n))) for i, n in enumerate(rng.integers(1, 100, 64))]
     plan = plan_step(rows, seed=0, step=1, minibatches=2, data_size=2, micro_batch_rows=16)
     for index in range(2):
         tokens = [
@@ -65,7 +66,7 @@ def test_ranks_get_like_numbers_of_tokens() -> None:
 def test_no_micro_batch_exceeds_the_token_budget_and_no_row_is_lost(
     lengths: list[int], minibatches: int, data_size: int, budget: int
 ) -> None:
-    rows = [TrainRow(make_record(sample_id=i, num_sampled=n), float(i)) for i, n in enumerate(lengths)]
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=n)) for i, n in enumerate(lengths)]
     settings: dict[str, Any] = {"minibatches": minibatches, "data_size": data_size, "micro_batch_tokens": budget}
     plan = plan_step(rows, seed=0, step=1, **settings)
     seen = []
@@ -121,14 +122,14 @@ def test_rows_are_looked_at_a_few_times_also_for_hundreds_of_ranks() -> None:
 
 
 def test_a_row_longer_than_the_budget_is_an_error_that_names_it() -> None:
-    rows = [TrainRow(make_record(sample_id=i, num_sampled=n), 0.0) for i, n in enumerate([3, 30])]
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=n)) for i, n in enumerate([3, 30])]
     with pytest.raises(ControllerError, match="sample 1") as error:
         plan_step(rows, seed=0, step=1, minibatches=1, data_size=1, micro_batch_tokens=32)
     assert "33 forwarded tokens" in str(error.value)
 
 
 def test_how_well_a_step_is_cut() -> None:
-    rows = [TrainRow(make_record(sample_id=i, num_prompt=1, num_sampled=n), 0.0) for i, n in enumerate([8, 4, 4, 4])]
+    rows = [TrainRow(make_record(sample_id=i, num_prompt=1, num_sampled=n)) for i, n in enumerate([8, 4, 4, 4])]
     by_rows = plan_step(rows, seed=0, step=1, minibatches=1, data_size=2, micro_batch_rows=4)
     assert plan_metrics(by_rows) == {
         "batch/micro_batches": 1.0,
@@ -140,7 +141,7 @@ def test_how_well_a_step_is_cut() -> None:
 def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:
     first = make_record(sample_id=1, num_prompt=3, num_sampled=2)
     second = make_record(sample_id=2, num_prompt=2, num_sampled=6)
-    batch = collate(MicroBatch((TrainRow(first, 1.5), TrainRow(second, -2.0))), keep_mask=True)
+    batch = valued((TrainRow(first), TrainRow(second)), 1.5, -2.0, keep_mask=True)
     assert batch.input_ids.shape == (2, 7)
     assert batch.sample_ids == (1, 2)
     for row, (record, advantage) in enumerate([(first, 1.5), (second, -2.0)]):
@@ -165,8 +166,8 @@ def test_a_dropped_token_is_neither_scored_nor_counted() -> None:
     record = make_record(num_prompt=3, num_sampled=4)
     assert record.sampling_mask is not None
     dropped = drop(record.sampling_mask, np.array([False, True, False, False]))
-    row = TrainRow(replace(record, sampling_mask=dropped), 1.0)
-    batch = collate(MicroBatch((row,)), keep_mask=True)
+    row = TrainRow(replace(record, sampling_mask=dropped))
+    batch = valued((row,), keep_mask=True)
     assert batch.mask[0].tolist() == [False, False, True, False, True, True]
     assert batch.advantages[0].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     assert batch.versions[0].tolist() == [-1, -1, 0, -1, 0, 0]
@@ -183,7 +184,7 @@ def test_a_mask_without_log_probs_is_refused() -> None:
     assert record.sampling_mask is not None
     ids_only = replace(record.sampling_mask, logprobs=None)
     with pytest.raises(RecordRejected, match="with its log-probs"):
-        collate(MicroBatch((TrainRow(replace(record, sampling_mask=ids_only), 1.0),)), keep_mask=True)
+        collate(MicroBatch((TrainRow(replace(record, sampling_mask=ids_only)),)), keep_mask=True)
 
 
 def test_an_empty_micro_batch_is_padding_only() -> None:

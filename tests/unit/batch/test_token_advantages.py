@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,9 +26,11 @@ from moe_trm.methods.advantages import BY_TOKEN
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sampling_mask.violation import drop
+from moe_trm.step.advantages import placed
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
 from moe_trm.types import MicroBatch, Prompt, RolloutRecord, SamplingParams, TrainBatch, TrainRow
+from tests.unit.advantages import of_samples, of_step
 from tests.unit.records import make_record
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, FakeTask, rows_of
 
@@ -92,14 +95,19 @@ def test_the_energy_is_the_squared_norm_of_the_score() -> None:
     assert 1 - 2 * p[y] + (p**2).sum() == pytest.approx(sum(s * s for s in score), rel=1e-6)
 
 
+def advantages_of(records: Sequence[RolloutRecord], name: str, **settings: Any) -> list[np.ndarray]:
+    """Of the scored tokens of each record."""
+    return [np.concatenate(own) for own in of_samples(records, name, advantage=settings)]
+
+
 def test_a_dropped_token_has_no_place() -> None:
-    """Its neighbours align as if it were a tool token, and it gets nothing."""
+    """Its neighbours align as if it were a tool token."""
     whole, cut = make_record(sample_id=1, num_sampled=4), make_record(sample_id=2, num_sampled=5, reward=0.0)
     assert cut.sampling_mask is not None
     cut = replace(cut, sampling_mask=drop(cut.sampling_mask, np.array([False, True, False, False, False])))
-    first, second = by_token.token_advantages("otb", [whole, cut])
+    first, second = advantages_of([whole, cut], "otb")
     np.testing.assert_allclose(first, 0.5, atol=1e-6)
-    np.testing.assert_allclose(second, [-0.5, 0, -0.5, -0.5, -0.5], atol=1e-6)
+    np.testing.assert_allclose(second, [-0.5] * 4, atol=1e-6)
 
 
 def two_turns(sample_id: int, lengths: tuple[int, ...], reward: float, tool: int = 2) -> RolloutRecord:
@@ -119,7 +127,7 @@ def two_turns(sample_id: int, lengths: tuple[int, ...], reward: float, tool: int
 def test_turns_are_compared_with_turns() -> None:
     """Three samples, two of which go on: their second turn is compared among the two alone."""
     records = [two_turns(0, (2, 3), 1.0), two_turns(1, (1, 1), 0.0), two_turns(2, (4,), 0.0)]
-    got = by_token.token_advantages("turn_grpo", records)
+    got = advantages_of(records, "turn_grpo")
     first, second = grpo(np.array([1.0, 0, 0]), np.zeros(3, int)), grpo(np.array([1.0, 0]), np.zeros(2, int))
     np.testing.assert_allclose(got[0], [first[0]] * 2 + [second[0]] * 3)
     np.testing.assert_allclose(got[1], [first[1], second[1]])
@@ -129,36 +137,36 @@ def test_turns_are_compared_with_turns() -> None:
 def test_early_turns_count_less_with_a_discount() -> None:
     """G = [.5, 1] and [.5, 1] times the reward; without the standard deviation these are plain differences."""
     records = [two_turns(0, (1, 1), 1.0), two_turns(1, (1, 1), 0.0)]
-    got = by_token.token_advantages("turn_grpo", records, discount=0.5, normalize_std=False)
+    got = advantages_of(records, "turn_grpo", turn_discount=0.5, normalize_std=False)
     np.testing.assert_allclose(np.stack(got), [[0.25, 0.5], [-0.25, -0.5]])
 
 
 def test_one_turn_is_grpo_and_a_turn_alone_is_a_lone_sample() -> None:
     rewards = [1.0, 0.0, 0.5]
     records = [make_record(sample_id=i, num_sampled=2 + i, reward=reward) for i, reward in enumerate(rewards)]
-    got = by_token.token_advantages("turn_grpo", records)
+    got = advantages_of(records, "turn_grpo")
     for own, value in zip(got, grpo(np.array(rewards), np.zeros(3, int)), strict=True):
         np.testing.assert_array_equal(own, value)
     longer = [two_turns(0, (1, 2), 0.7), two_turns(1, (1,), 0.2)]
     for lone, value in (("reward", 0.7), ("zero", 0.0)):
-        got = by_token.token_advantages("turn_grpo", longer, lone=lone)  # type: ignore[arg-type]
+        got = advantages_of(longer, "turn_grpo", lone_sample=lone)
         np.testing.assert_allclose(got[0][1:], value)
 
 
 @pytest.mark.parametrize("name", sorted(BY_TOKEN))
 def test_a_group_of_one(name: str) -> None:
     alone = [make_record(num_sampled=3, reward=0.7)]
-    np.testing.assert_allclose(by_token.token_advantages(name, alone)[0], 0.7)
-    assert not by_token.token_advantages(name, alone, lone="zero")[0].any()
+    np.testing.assert_allclose(advantages_of(alone, name)[0], 0.7)
+    assert not advantages_of(alone, name, lone_sample="zero")[0].any()
 
 
 def test_tool_tokens_change_nothing() -> None:
     """The same two samples with no, few and many tool tokens."""
     plain, few, many = ([two_turns(0, (2, 3), 1.0, tool), two_turns(1, (1, 2), 0.0, tool)] for tool in (0, 1, 7))
     for name in BY_TOKEN:
-        expected = by_token.token_advantages(name, plain)
+        expected = advantages_of(plain, name)
         for other in (few, many):
-            for one, two in zip(expected, by_token.token_advantages(name, other), strict=True):
+            for one, two in zip(expected, advantages_of(other, name), strict=True):
                 np.testing.assert_array_equal(one, two)
 
 
@@ -176,8 +184,9 @@ def test_the_learner_gets_every_token_its_own_advantage() -> None:
     first, second = make_record(sample_id=0, num_sampled=4), make_record(sample_id=1, num_sampled=3)
     assert first.sampling_mask is not None
     first = replace(first, sampling_mask=drop(first.sampling_mask, np.array([False, True, False, False])))
-    own = np.array([0.5, 9.0, -1.0, 2.0], np.float32)
-    batch = collate(MicroBatch((TrainRow(first, 0.4, own), TrainRow(second, -2.0))), keep_mask=True)
+    batch = collate(MicroBatch((TrainRow(first), TrainRow(second))), keep_mask=True)
+    assert torch.equal(batch.advantages.isnan(), batch.mask), "not known yet"
+    batch = placed(batch, [np.array([0.5, -1.0, 2.0]), np.full(3, -2.0)])
     assert batch.advantages[0][batch.mask[0]].tolist() == [0.5, -1.0, 2.0]
     assert batch.advantages[1][batch.mask[1]].tolist() == [-2.0] * 3
     assert not batch.advantages[~batch.mask].any()
@@ -196,11 +205,15 @@ class EvenTask(FakeTask):
         return float(sum(sample.completion_ids) % 2)
 
 
-def planned(engine: FakeEngine, **changes: Mapping[str, Any]) -> list[TrainBatch]:
-    sections = {**CONFIG.model_dump(exclude_unset=True), "sampling_mask": {"mode": "keep"}, **changes}
+def config_of(**changes: Mapping[str, Any]) -> Config:
+    return Config.model_validate(
+        {**CONFIG.model_dump(exclude_unset=True), "sampling_mask": {"mode": "keep"}, **changes}
+    )
 
+
+def planned(engine: FakeEngine, **changes: Mapping[str, Any]) -> list[TrainBatch]:
     async def go() -> list[TrainBatch]:
-        controller = RolloutController(Config.model_validate(sections), engine, EvenTask(), SamplingParams())
+        controller = RolloutController(config_of(**changes), engine, EvenTask(), SamplingParams())
         await controller.load_weights(WeightPush(0, "", ()))
         return await controller.plan(1, data_size=2)
 
@@ -212,12 +225,11 @@ def test_a_run_with_one_bad_sample_counts_it_and_trains_the_rest_by_token() -> N
     rows = sorted(rows_of(shares), key=lambda row: row.record.sample_id)
     assert shares[0].metrics["records/rejected/mask_missing"] == 1
     assert [row.record.sample_id for row in rows] == [i for i in range(16) if i != 5]
-    expected = by_token.token_advantages("otb", [row.record for row in rows])
+    expected = advantages_of([row.record for row in rows], "otb")
+    found = of_step(shares, config_of(advantage={"name": "otb"}))
     for row, own in zip(rows, expected, strict=True):
-        assert row.token_advantages is not None
-        np.testing.assert_allclose(row.token_advantages, own, rtol=1e-6, atol=1e-7)
-        assert row.advantage == pytest.approx(own.mean(), abs=1e-6)
-    assert any(np.ptp(row.token_advantages) > 0.1 for row in rows if row.token_advantages is not None)
+        np.testing.assert_array_equal(found[row.record.row_id], own)
+    assert any(np.ptp(own) > 0.1 for own in expected)
 
 
 def test_overlong_samples_are_masked_by_token_too() -> None:
@@ -226,11 +238,10 @@ def test_overlong_samples_are_masked_by_token_too() -> None:
             record = await super().generate(*args, **kwargs)
             return replace(record, finish_reason="length") if record.sample_id == 3 else record
 
-    rows = rows_of(planned(Cut(), advantage={"name": "otb"}, batch={"overlong": "mask"}))
-    [cut] = [row for row in rows if row.record.sample_id == 3]
-    assert cut.token_advantages is not None
-    assert not cut.token_advantages.any()
-    assert any(row.advantage for row in rows)
+    sections: dict[str, Any] = {"advantage": {"name": "otb"}, "batch": {"overlong": "mask"}}
+    found = of_step(planned(Cut(), **sections), config_of(**sections))
+    assert not found[3].any()
+    assert any(own.any() for own in found.values())
 
 
 def test_refused_and_idle_at_launch(tmp_path: Path) -> None:

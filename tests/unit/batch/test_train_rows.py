@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from moe_trm.batch.collate import collate
 from moe_trm.batch.outcome import outcome_advantages
 from moe_trm.batch.plan import plan_step
-from moe_trm.batch.token_advantages import token_advantages
 from moe_trm.batch.train_rows import num_sampled, train_rows
 from moe_trm.rollout.step_parts import versions_of
 from moe_trm.sampling_mask.violation import drop
 from moe_trm.types import MicroBatch, RolloutRecord, TrainRow
+from tests.unit.advantages import of_samples
 from tests.unit.records import make_record, split_record
 from tests.unit.rollout.agents.made_sessions import sample_of, size_of
 
@@ -38,13 +38,12 @@ def test_rows_share_the_advantage_of_their_sample(sizes: list[list[int]]) -> Non
     tokens = np.array([num_sampled(one) for one in made])
     assert tokens.tolist() == [sum(own) for own in sizes]
     values = outcome_advantages("rloo", rewards, groups, tokens)
-    for sample, value, own in zip(made, values, sizes, strict=True):
-        rows = train_rows(sample, float(value))
-        assert [row.advantage for row in rows] == [value] * len(own)
+    for sample, value, own, found in zip(made, values, sizes, of_samples(made, "rloo"), strict=True):
+        rows = train_rows(sample)
+        assert [values.tolist() for values in found] == [[value] * count for count in own]
         assert {row.sample_tokens for row in rows} == ({None} if len(own) == 1 else {sum(own)})
         batch = collate(MicroBatch(tuple(rows)), keep_mask=True)
         assert int(batch.mask.sum()) == sum(own)
-        assert float(batch.advantages.sum()) == pytest.approx(value * sum(own), abs=1e-5)
         assert batch.sample_ids == tuple(row.record.row_id for row in rows)
         if len(own) == 1:
             assert batch.sample_tokens is None
@@ -55,7 +54,7 @@ def test_rows_share_the_advantage_of_their_sample(sizes: list[list[int]]) -> Non
 
 def test_a_micro_batch_of_whole_and_cut_samples() -> None:
     made = samples([[3], [1, 2], [2]])
-    rows = [row for sample in made for row in train_rows(sample, 1.0)]
+    rows = [row for sample in made for row in train_rows(sample)]
     tokens = collate(MicroBatch(tuple(rows)), keep_mask=False).sample_tokens
     assert tokens is not None
     assert tokens.tolist() == [3, 3, 3, 2]
@@ -65,7 +64,7 @@ def test_a_micro_batch_of_whole_and_cut_samples() -> None:
 def test_a_sample_is_in_one_minibatch_and_counts_once(
     sizes: list[list[int]], minibatches: int, data_size: int, by_tokens: bool
 ) -> None:
-    rows = [row for sample in samples(sizes) for row in train_rows(sample, 1.0)]
+    rows = [row for sample in samples(sizes) for row in train_rows(sample)]
     plan = plan_step(
         rows,
         seed=0,
@@ -95,16 +94,11 @@ def test_turns_of_branches_are_compared_once_for_a_sample() -> None:
     """
     forked = sample_of([-1, 0, 1, 0], "trajectory", sample_id=0, reward=1.0)
     single = sample_of([-1], "trajectory", sample_id=1, reward=0.0)
-    values = token_advantages("turn_grpo", [forked, single], normalize_std=False, discount=0.5)
+    values = of_samples([forked, single], "turn_grpo", advantage={"normalize_std": False, "turn_discount": 0.5})
     # The rows are 0 3 and then 1 2; returns of turns 0 and 1 are 1/4 and 1/2, three turns being the longest branch.
-    expected = [0.125] * size_of(0) + [0.5] * size_of(3) + [0.5] * size_of(1) + [1.0] * size_of(2)
-    assert values[0].tolist() == pytest.approx(expected)
-    assert values[1].tolist() == pytest.approx([-0.125] * size_of(0))
-    rows = train_rows(forked, values[0].astype(np.float32))
-    assert [row.record.num_sampled for row in rows] == [size_of(0) + size_of(3), size_of(1) + size_of(2)]
-    for row in rows:
-        assert row.token_advantages is not None
-        assert row.advantage == pytest.approx(float(row.token_advantages.mean()))
+    expected = [[0.125] * size_of(0) + [0.5] * size_of(3), [0.5] * size_of(1) + [1.0] * size_of(2)]
+    assert [own.tolist() for own in values[0]] == [pytest.approx(own) for own in expected]
+    assert [own.tolist() for own in values[1]] == [pytest.approx([-0.125] * size_of(0))]
 
 
 @pytest.mark.parametrize("how", ["trajectory", "turns"])
@@ -112,10 +106,10 @@ def test_turn_level_advantages_do_not_depend_on_the_rows(how: str) -> None:
     parents = [-1, 0, 1, 0, 1]
     made = [sample_of(parents, how, sample_id=n, reward=float(n == 0)) for n in range(2)]  # type: ignore[arg-type]
     by_version: dict[tuple[int, int], float] = {}
-    for sample, own in zip(made, token_advantages("turn_grpo", made, discount=0.7), strict=True):
+    for sample, own in zip(made, of_samples(made, "turn_grpo", advantage={"turn_discount": 0.7}), strict=True):
         turns = np.concatenate([row.turn_ids[row.sampled] for row in sample.rows])
-        assert len(turns) == len(own) == num_sampled(sample)
-        for turn, value in zip(turns.tolist(), own.tolist(), strict=True):
+        assert len(turns) == sum(map(len, own)) == num_sampled(sample)
+        for turn, value in zip(turns.tolist(), np.concatenate(own).tolist(), strict=True):
             assert by_version.setdefault((sample.sample_id, turn), value) == value
     assert len(by_version) == 6
 

@@ -18,6 +18,7 @@ from moe_trm.losses.oapl import _log_mean_exp
 from moe_trm.types import MiniBatch, TrainRow
 from tests.unit.records import make_record
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, plan
+from tests.unit.sections import sections_of
 
 SETTINGS = "model: {checkpoint: none}\n"
 
@@ -26,7 +27,7 @@ def rows_of(sizes: list[int]) -> list[TrainRow]:
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
     rewards = np.random.default_rng(0).random(len(groups))
     return [
-        TrainRow(make_record(sample_id=i, group_id=group, num_sampled=3 + i % 5, reward=float(rewards[i])), 1.0)
+        TrainRow(make_record(sample_id=i, group_id=group, num_sampled=3 + i % 5, reward=float(rewards[i])))
         for i, group in enumerate(groups)
     ]
 
@@ -72,7 +73,14 @@ def test_the_value_of_a_prompt_is_that_of_all_its_samples() -> None:
 
 def test_losses_that_compare_a_prompts_samples_ask_for_it(tmp_path: Path) -> None:
     def of(loss: str) -> bool:
-        return compares_groups(Config.model_validate({"model": {"checkpoint": "none"}, "loss": {"name": loss}}))
+        return compares_groups(
+            *sections_of(
+                Config.model_validate({"model": {"checkpoint": "none"}, "loss": {"name": loss}}),
+                "loss",
+                "rollout",
+                "agent",
+            )
+        )
 
     assert of("oapl")
     assert not of("ppo_clip")

@@ -64,24 +64,6 @@ def test_doses_stand_beside_a_control_without_any(plans: Mapping[str, Plan]) -> 
         assert config.pipeline.staleness_limit == 0
 
 
-def test_arms_of_one_precision_have_it_on_both_sides(plans: Mapping[str, Plan]) -> None:
-    for name, config in plans["precision"].configs.items():
-        assert config.learner.dtype == config.rollout.server.dtype == name
-
-
-@pytest.mark.parametrize("name", sorted(SUITES.keys() - {"decay"}))
-def test_arms_of_a_suite_learn_at_one_rate(plans: Mapping[str, Plan], name: str) -> None:
-    assert {config.optimizer.lr for config in plans[name].configs.values()} == {1e-4}
-
-
-def test_decaying_rates_reach_zero_with_the_last_update(plans: Mapping[str, Plan]) -> None:
-    plan = plans["decay"]
-    for first, (other,) in SUITES["decay"].against.items():
-        constant, decaying = plan.configs[first], plan.configs[other]
-        assert constant.optimizer.lr == decaying.optimizer.lr
-        assert decaying.optimizer.decay_steps == plan.file.steps * decaying.learner.minibatches
-
-
 def test_the_phase_map_compares_arms_that_differ_by_one_thing(plans: Mapping[str, Plan]) -> None:
     plan, suite = plans["phase_map"], SUITES["phase_map"]
     clips = {(config.loss.clip_low, config.loss.clip_high) for config in plan.configs.values()}

@@ -37,46 +37,27 @@ def test_a_line_has_its_slope_and_no_error() -> None:
     assert found.verdict == "grows"
 
 
-@pytest.mark.parametrize("at", [150, 260, 310, 400, 480])
-def test_a_single_jump_is_no_trend(at: int) -> None:
-    assert verdict(400 * MIB + 5 * AT + 0.66 * MIB * (at < AT)) == "flat"
-
-
-def test_what_never_changes_is_flat() -> None:
-    assert verdict(np.full(len(AT), 100 * MIB)) == "flat"
-
-
-def test_a_warm_up_that_ends_is_flat() -> None:
-    assert verdict(100 * MIB + 5e4 * np.minimum(AT, 100) + noise(1e4)) == "flat"
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        *((400 * MIB + 5 * AT + 0.66 * MIB * (at < AT), "flat") for at in (150, 260, 310, 400, 480)),  # a single jump
+        (np.full(len(AT), 100 * MIB), "flat"),
+        (100 * MIB + 5e4 * np.minimum(AT, 100) + noise(1e4), "flat"),  # a warm-up that ends
+        (300 * MIB + 0.9 * NEGLIGIBLE * AT, "flat"),
+        (300 * MIB + 1.1 * NEGLIGIBLE * AT, "grows"),
+        (300 * MIB + 1e4 * (AT % 30), "flat"),  # given back now and then
+        (300 * MIB - 6144 * AT, "flat"),
+        *((300 * MIB + 6144 * AT + noise(5e4, seed), "grows") for seed in range(5)),  # a leak, through noise
+        *((300 * MIB + 2 * MIB * np.log1p(AT) + noise(1e4, seed), "levels off") for seed in range(5)),
+    ],
+)
+def test_what_is_said_of_memory(values: NDArray[np.float64], expected: str) -> None:
+    assert verdict(values) == expected
 
 
 def test_noise_is_seldom_taken_for_growth() -> None:
     found = [verdict(100 * MIB + noise(MIB, seed)) for seed in range(200)]
     assert found.count("flat") >= 0.93 * len(found)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_leak_is_seen_through_noise(seed: int) -> None:
-    """6 KiB a step beside a standard deviation of 50 KiB."""
-    assert verdict(300 * MIB + 6144 * AT + noise(5e4, seed)) == "grows"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_ever_slower_growth_levels_off(seed: int) -> None:
-    assert verdict(300 * MIB + 2 * MIB * np.log1p(AT) + noise(1e4, seed)) == "levels off"
-
-
-def test_a_leak_too_small_to_matter_is_flat() -> None:
-    assert verdict(300 * MIB + 0.9 * NEGLIGIBLE * AT) == "flat"
-    assert verdict(300 * MIB + 1.1 * NEGLIGIBLE * AT) == "grows"
-
-
-def test_memory_that_is_given_back_now_and_then_is_flat() -> None:
-    assert verdict(300 * MIB + 1e4 * (AT % 30)) == "flat"
-
-
-def test_shrinking_is_flat() -> None:
-    assert verdict(300 * MIB - 6144 * AT) == "flat"
 
 
 def test_nothing_is_said_of_a_process_that_came_late() -> None:

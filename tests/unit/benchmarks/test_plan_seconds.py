@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_seconds import MANY, SKIPPED, Speeds, busy_cores, decoding, predicted
-from benchmarks.processes import role
 from benchmarks.side_cores import SideClock
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
@@ -94,12 +93,6 @@ def test_the_shorter_side_is_slow_all_the_time_and_the_longer_one_as_long_as_the
     assert found.sharing == pytest.approx(shared)
     expected, _ = predicted(config("one_step"), found, SKIPPED + 4)
     assert expected == pytest.approx(SAMPLING / shared + 4.4 - SAMPLING, rel=0.05)
-
-
-def test_forks_that_took_a_name_are_seen() -> None:
-    """Their command line is one word, and may be cut off."""
-    assert role(["/usr/bin/python -m launch.train config.yaml train.ste", ""]) == "learner rank"
-    assert role(["/usr/bin/python", "-m", "launch.train", "config.yaml"]) == "learner rank"
 
 
 def test_a_side_without_processes_is_no_side_without_work() -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.processes import Look, look, numbered, role, watch
+from benchmarks.processes import Look, look, role, watch
 from benchmarks.soak import Kept, place_row, process_row, state_files, steps_in
-from benchmarks.soak_job import share_of_digits
-from moe_trm.tasks.reward_input import RewardInput
 
 MIB = 1 << 20
 STEADY = Look(step=0, memory=100 * MIB, resident=300 * MIB, files=20, sockets=4, threads=8)
@@ -74,10 +72,6 @@ def test_processes_are_named_by_what_they_are(line: str, expected: str) -> None:
     assert role(line.split(" ")) == expected
 
 
-def test_several_of_a_kind_are_numbered() -> None:
-    assert numbered(["a", "b", "a"]) == ["a 0", "b", "a 1"]
-
-
 def test_a_steady_process_is_flat() -> None:
     row = process_row("rank", [replace(STEADY, step=step) for step in range(101)], steps=100)
     assert row is not None
@@ -131,10 +125,3 @@ def test_steps_are_whole_lines_after_the_first(tmp_path: Path) -> None:
     assert steps_in(path) == 0
     path.write_text('{"step": 0}\n{"step": 1}\n{"ste')
     assert steps_in(path) == 1
-
-
-def test_the_reward_tells_answers_apart() -> None:
-    def reward(text: str) -> float:
-        return share_of_digits(RewardInput("p", "1+1=", "2", text, (), text, 1, "stop"))
-
-    assert (reward("12"), reward("a1"), reward("")) == (1.0, 0.5, 0.0)

@@ -93,6 +93,7 @@ def test_another_shape_and_another_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place",
     [
+        Place("w", (4,), (1,), (4,)),
         Place("w", (4,), (3,), (4,)),
         Place("w", (4,), (-1,), (4,)),
         Place("w", (4,), (0,), (4,), 3),

@@ -12,6 +12,7 @@ from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
+from tests.unit.sections import sections_of
 
 AGENT = "rollout.agent=examples/agent/agent.py:run"
 POST_TOOL = "correction.rules=[{name: token_tis, thresholds: {tokens: post_tool}}]"
@@ -85,6 +86,8 @@ def test_a_loss_of_the_users_own_that_compares_samples_is_refused(tmp_path: Path
         encoding="utf-8",
     )
     settings = {"model": {"checkpoint": "none"}, "loss": {"name": f"{own}:mine"}, "rollout": {"agent": "a.py:run"}}
-    assert compares_groups(Config.model_validate(settings))
+    assert compares_groups(*sections_of(Config.model_validate(settings), "loss", "rollout", "agent"))
     with pytest.raises(ConfigError, match="row by row"):
-        compares_groups(Config.model_validate({**settings, "agent": {"rows": "turns"}}))
+        compares_groups(
+            *sections_of(Config.model_validate({**settings, "agent": {"rows": "turns"}}), "loss", "rollout", "agent")
+        )

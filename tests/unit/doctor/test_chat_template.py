@@ -21,7 +21,8 @@ def check(folder: Path, name: str | None, **sections: object) -> list[Check]:
     made.save_pretrained(str(folder))
     size = len(made) + 1
     (folder / "config.json").write_text(json.dumps({"vocab_size": size, "eos_token_id": 2}))
-    return list(chat_template(Config.model_validate({"model": {"checkpoint": str(folder)}, **sections})))
+    config = Config.model_validate({"model": {"checkpoint": str(folder)}, **sections})
+    return list(chat_template(config.rollout, config.model, config.agent))
 
 
 AGENT = {"rollout": {"agent": "a.py:run"}}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.doctor import examine as examine_module
 from moe_trm.doctor.checks import Check, attempt
@@ -28,7 +29,8 @@ def named(found: list[Check], name: str) -> Check:
 
 def test_tested_versions_are_the_pinned_ones() -> None:
     pinned = dict(line.split("==") for line in REQUIREMENTS.read_text().split() if "==" in line)
-    assert {name: pinned[name] for name in TESTED} == TESTED
+    engines = dict(package.split("==") for traits in ENGINES.values() for package in traits.packages)
+    assert {name: pinned[name] for name in TESTED | engines} == TESTED | engines
 
 
 def test_a_taken_port_fails_and_a_free_one_passes(tmp_path: Path) -> None:

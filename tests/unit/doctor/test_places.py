@@ -15,6 +15,7 @@ from moe_trm.config.schema import Config
 from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import ConfigError, EngineError, SeveralRefusals
+from tests.unit.sections import sections_of
 
 
 def config(folder: Path, **sections: Any) -> Config:
@@ -61,12 +62,21 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, key: str, secti
     file.touch()
     named = json.loads(json.dumps(sections).replace("FILE", str(file)))
     with pytest.raises(ConfigError, match=rf"config key {key}"):
-        check_folders(config(tmp_path, **named))
+        check_folders(*sections_of(config(tmp_path, **named), "checkpoint", "record", "sync", "name", "run_dir"))
     assert sorted(tmp_path.iterdir()) == [file]
 
 
 def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:
-    check_folders(config(tmp_path / "a" / "b", checkpoint={"dir": str(tmp_path / "c")}))
+    check_folders(
+        *sections_of(
+            config(tmp_path / "a" / "b", checkpoint={"dir": str(tmp_path / "c")}),
+            "checkpoint",
+            "record",
+            "sync",
+            "name",
+            "run_dir",
+        )
+    )
     assert not list(tmp_path.iterdir())
 
 

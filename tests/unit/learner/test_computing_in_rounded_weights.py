@@ -12,6 +12,7 @@ from moe_trm.errors import LearnerError
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.probe.rounding_shares import roundings
 from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
+from tests.unit.sections import sections_of
 
 INT8 = Rounding("float32", "int8")
 
@@ -131,8 +132,12 @@ def config(
 
 
 def test_passes_round_as_the_push_of_the_run() -> None:
-    assert computes_in(config()) == rounding_of(config()) == Rounding("bfloat16", "int8")
-    assert computes_in(config(round_like_rollout=False)) is None
+    assert (
+        computes_in(*sections_of(config(), "learner", "rollout", "train", "seed"))
+        == rounding_of(*sections_of(config(), "rollout", "train", "seed"))
+        == Rounding("bfloat16", "int8")
+    )
+    assert computes_in(*sections_of(config(round_like_rollout=False), "learner", "rollout", "train", "seed")) is None
     # What the learner does itself is no share of the mismatch.
     assert not roundings(config())
     assert roundings(config(round_like_rollout=False))
@@ -149,13 +154,13 @@ def test_passes_round_as_the_push_of_the_run() -> None:
     ],
 )
 def test_what_the_learner_cannot_repeat_is_refused(chosen: dict[str, object]) -> None:
-    keys = [problem.key for problem in refusals(config(**chosen))]  # type: ignore[arg-type]
+    keys = [problem.key for problem in refusals(*sections_of(config(**chosen), "rollout", "sync", "learner", "batch"))]  # type: ignore[arg-type]
     assert keys.count("learner.round_like_rollout") == 1
 
 
 def test_warnings() -> None:
     def said(chosen: Config) -> str:
-        return "\n".join(surprises(chosen))
+        return "\n".join(surprises(chosen.learner, chosen.rollout, chosen.replay, chosen.probe, chosen.correction))
 
     assert "without a correction" not in said(config())
     assert "without a correction" in said(config(round_like_rollout=False))

@@ -13,6 +13,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.deepspeed import settings
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
+from tests.unit.sections import sections_of
 
 MOE = {"architectures": ["OlmoeForCausalLM"], "num_experts": 8}
 
@@ -60,15 +61,21 @@ def test_settings_of_the_learner_that_is_not_used_are_told() -> None:
 
 
 def test_deepspeed_is_told_what_the_run_says() -> None:
-    plain = zero_config(config({}, optimizer={"max_grad_norm": 0.5}))
+    plain = zero_config(*sections_of(config({}, optimizer={"max_grad_norm": 0.5}), "learner", "optimizer"))
     assert plain["zero_optimization"] == {"stage": 2}
     assert plain["gradient_clipping"] == 0.5
     assert "bf16" not in plain
-    half = zero_config(config({"dtype": "bfloat16", "deepspeed": {"zero_stage": 3, "offload_optimizer": True}}))
+    half = zero_config(
+        *sections_of(
+            config({"dtype": "bfloat16", "deepspeed": {"zero_stage": 3, "offload_optimizer": True}}),
+            "learner",
+            "optimizer",
+        )
+    )
     assert half["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     # Gradients are summed in float32, and non-finite ones never applied.
     assert half["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    scaled = zero_config(config({"dtype": "float16"}))
+    scaled = zero_config(*sections_of(config({"dtype": "float16"}), "learner", "optimizer"))
     # A fixed scale, which is ours to set before each step.
     assert scaled["fp16"] == {"enabled": True, "loss_scale": 1.0}
     for low in (half, scaled):

@@ -14,6 +14,7 @@ from moe_trm.config.schema import Config
 from moe_trm.learner.alignment import GradientAlignment, alignment_of
 from moe_trm.learner.protocol import UpdateResult
 from moe_trm.loop import update_metrics
+from tests.unit.sections import sections_of
 
 
 def inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
@@ -90,7 +91,9 @@ def test_gradients_of_zero_3_are_refused() -> None:
         learner = {"backend": "deepspeed", "deepspeed": {"zero_stage": stage}}
         optimizer = {"alignment_limit": 0.1}
         chosen = {"model": {"checkpoint": "x"}, "learner": learner, "optimizer": optimizer}
-        return [problem.key for problem in refusals(Config.model_validate(chosen))]
+        return [
+            problem.key for problem in refusals(*sections_of(Config.model_validate(chosen), "learner", "optimizer"))
+        ]
 
     assert keys(3) == ["optimizer.alignment_limit"]
     assert not keys(2)

@@ -6,6 +6,7 @@ from moe_trm.config.learning_rate import LearningRate, learning_rate
 from moe_trm.config.schema import Config, LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.parameter_groups import GroupSettings, check_groups, is_frozen, settings_of
+from tests.unit.sections import sections_of
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
 
@@ -28,9 +29,23 @@ def test_rates_of_the_steps(settings: dict[str, object], rates: list[float]) -> 
 
 def test_a_schedule_ends_with_the_run() -> None:
     config = {"model": {"checkpoint": "none"}, "train": {"steps": 10}, "learner": {"minibatches": 2, "epochs": 3}}
-    assert learning_rate(Config.model_validate(config)).num_steps == 60
-    assert learning_rate(Config.model_validate({**config, "optimizer": {"decay_steps": 7}})).num_steps == 7
-    assert learning_rate(Config.model_validate({**config, "optimizer": {"schedule": "wsd"}})).final_steps == 6
+    assert learning_rate(*sections_of(Config.model_validate(config), "optimizer", "learner", "train")).num_steps == 60
+    assert (
+        learning_rate(
+            *sections_of(
+                Config.model_validate({**config, "optimizer": {"decay_steps": 7}}), "optimizer", "learner", "train"
+            )
+        ).num_steps
+        == 7
+    )
+    assert (
+        learning_rate(
+            *sections_of(
+                Config.model_validate({**config, "optimizer": {"schedule": "wsd"}}), "optimizer", "learner", "train"
+            )
+        ).final_steps
+        == 6
+    )
 
 
 def optimizer(*groups: dict[str, object]) -> OptimizerConfig:

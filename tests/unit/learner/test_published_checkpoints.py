@@ -19,7 +19,7 @@ from moe_trm.learner.hf_form import ExportForm
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import library_config, read_hf_config
 from moe_trm.models.tiny.published import make_published
-from moe_trm.rollout.sglang.served_folder import folder_to_serve
+from moe_trm.rollout.sglang.start_folder import folder_to_serve
 from moe_trm.sync.rounding import Rounding
 from tests.published_models import published_config
 from tests.unit.learner.test_family_checkpoints import backends, launch

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from moe_trm import losses
-from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config
 from moe_trm.corrections import finalize
 from moe_trm.errors import ConfigError
@@ -21,6 +20,7 @@ from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
 from routing.replay import Native
+from tests.unit.advantages import valued
 from tests.unit.records import make_record
 from tests.unit.step.shared_minibatch import FakeLearner, Ranks
 
@@ -77,8 +77,8 @@ def test_a_run_hands_its_seed_and_step_to_the_loss() -> None:
         "model": {"checkpoint": "none"},
         "loss": {"name": "clip_cov", "parameters": {"share": 0.1, "low": -99.0, "high": 99.0}},
     }
-    rows = tuple(TrainRow(make_record(sample_id=i, num_sampled=10), 1.0) for i in range(4))
-    batch = collate(MicroBatch(rows), keep_mask=False)
+    rows = tuple(TrainRow(make_record(sample_id=i, num_sampled=10)) for i in range(4))
+    batch = valued(rows)
     mini = MiniBatch((MicroBatch(rows),), 4, 40)
 
     def trained(seed: int, version: int) -> tuple[int, ...]:
@@ -114,8 +114,8 @@ def test_a_loss_on_parts_of_the_minibatch_is_told_too(tmp_path: Path) -> None:
         "    return TokenLoss(log_ratio * (100 * inputs.draw[0] + inputs.draw[1]), {})\n",
         encoding="utf-8",
     )
-    rows = (TrainRow(make_record(num_sampled=4), 1.0),)
-    batch = collate(MicroBatch(rows), keep_mask=False)
+    rows = (TrainRow(make_record(num_sampled=4)),)
+    batch = valued(rows)
     settings = {"model": {"checkpoint": "none"}, "loss": {"name": f"{own}:mine"}, "seed": 3}
     part = Anchored(
         MiniBatch((MicroBatch(rows),), 1, 4), [batch], [Scores(batch.rollout_logprobs)], [Native()], version=5

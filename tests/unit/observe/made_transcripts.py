@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_trm.batch.collate import collate
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.transcripts import Transcripts
 from moe_trm.ratios import LogRatios
-from moe_trm.types import MicroBatch, TokenBatch, TrainRow
+from moe_trm.types import TokenBatch, TrainRow
+from tests.unit.advantages import valued
 from tests.unit.records import make_record
 
 
@@ -44,18 +44,18 @@ def rows() -> list[TrainRow]:
         routes=None,
         sampling_mask=None,
     )
-    return [TrainRow(replace(record, routes=None, sampling_mask=None), 0.5 - n) for n, record in enumerate(records)]
+    return [TrainRow(replace(record, routes=None, sampling_mask=None)) for record in records]
 
 
 def judged(rows: Sequence[TrainRow]) -> tuple[TokenBatch, Evidence, Correction]:
     """A micro-batch of these rows with random log-probs of the learner; every third token is rejected."""
-    batch = collate(MicroBatch(tuple(rows)), keep_mask=False)
+    batch = valued(rows, *(0.5 - n for n in range(len(rows))))
     generator = torch.Generator().manual_seed(0)
     learner = batch.rollout_logprobs + 0.01 * torch.randn(batch.mask.shape, generator=generator)
     ratios = LogRatios(batch.rollout_logprobs, learner, learner, batch.mask)
     keep = batch.mask & (torch.arange(batch.mask.shape[1]) % 3 != 0)
     weights = torch.where(keep, ratios.engine.exp(), 0.0)
-    return batch, Evidence(ratios, batch.advantages, batch.turn_ids), Correction(weights, keep, {})
+    return batch, Evidence(ratios, batch.advantages, turn_ids=batch.turn_ids), Correction(weights, keep, {})
 
 
 def made_transcripts(run_dir: Path) -> Path:

@@ -18,7 +18,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 from moe_trm.observe import trackers
 from moe_trm.observe.sinks import Guarded, Sink
-from moe_trm.observe.trackers import check_trackers, open_tracker
+from moe_trm.observe.trackers import TrackedRun, check_trackers, open_tracker
 
 ROWS: list[dict[str, float | str]] = [
     {"eval/accuracy": 0.125},
@@ -38,6 +38,10 @@ def config(*sinks: str) -> Config:
     )
 
 
+def run(folder: Path) -> TrackedRun:
+    return TrackedRun("watched", "moe-trm", config().dump(), folder)
+
+
 def feed(sink: Sink) -> None:
     for step, row in enumerate(ROWS):
         sink.enter("update")
@@ -47,7 +51,7 @@ def feed(sink: Sink) -> None:
 
 def test_tensorboard_has_every_number_and_each_new_verdict(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    feed(open_tracker("tensorboard", config("tensorboard"), tmp_path))
+    feed(open_tracker("tensorboard", run(tmp_path)))
     # Its reader has deprecation warnings of its own, which are errors here.
     script = f"""
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -82,9 +86,9 @@ def test_other_trackers_take_a_run_offline(name: str, tmp_path: Path) -> None:
         pytest.skip(f"{name} is not installed")
     script = f"""
 from pathlib import Path
-from tests.unit.observe.test_trackers import config, feed
+from tests.unit.observe.test_trackers import feed, run
 from moe_trm.observe.trackers import open_tracker
-feed(open_tracker({name!r}, config({name!r}), Path({str(tmp_path)!r})))
+feed(open_tracker({name!r}, run(Path({str(tmp_path)!r}))))
 """
     environment = {**os.environ, **_OFFLINE[name], "PYTHONPATH": str(Path(__file__).parents[3])}
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, timeout=120)
@@ -100,12 +104,12 @@ def test_a_missing_library_is_refused_at_launch(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(config: Config, run_dir: Path) -> Sink:
+    def refuse(run: TrackedRun) -> Sink:
         raise PermissionError("no account")
 
     monkeypatch.setattr(trackers, "TRACKERS", {"wandb": refuse})
     with pytest.raises(ConfigError, match="no account"):
-        open_tracker("wandb", config("wandb"), tmp_path)
+        open_tracker("wandb", run(tmp_path))
 
 
 class Failing(Sink):

@@ -44,10 +44,13 @@ def planned(given: Config, world: int) -> float:
 def test_padding_is_that_of_the_real_plan(settings: dict[str, object], world: int) -> None:
     """Which rows meet in a minibatch is chance, and little else."""
     given = config(**settings)
-    assert columns_per_token(given, LENGTHS, world) == pytest.approx(planned(given, world), rel=0.04)
-    assert columns_per_token(config(**settings, layout="packed"), LENGTHS, world) == 1.0
+    assert columns_per_token(given.learner, given.batch, LENGTHS, world) == pytest.approx(
+        planned(given, world), rel=0.04
+    )
+    packed = config(**settings, layout="packed")
+    assert columns_per_token(packed.learner, packed.batch, LENGTHS, world) == 1.0
 
 
 def test_ranks_that_share_sequences_fill_packs_up() -> None:
     given = config(layout="packed", parallel={"context": 2})
-    assert columns_per_token(given, [5, 8, 3], 2) == (8 + 8 + 4) / 16
+    assert columns_per_token(given.learner, given.batch, [5, 8, 3], 2) == (8 + 8 + 4) / 16

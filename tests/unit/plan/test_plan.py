@@ -188,7 +188,7 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     assert gpu_of("H100") is GPUS["h100"]
     config = load(QWEN_4_NODES)
     with pytest.raises(ConfigError, match="no GPUs are left"):
-        Cluster(1, 8, gpu_of("h100"), 1).split(config)
+        Cluster(1, 8, gpu_of("h100"), 1).split(config.rollout)
     with pytest.raises(ConfigError, match="no such distribution"):
         log_normal(100, 0.0, 1000, 0)
     with pytest.raises(BundleError, match="no answers"):

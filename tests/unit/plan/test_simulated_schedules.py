@@ -109,7 +109,9 @@ def compare(pipeline: dict[str, Any], servers: int, train_s: list[float], chance
     real = run(train(config, engine, train_s))
     batches = [lengths[i : i + per_step] for i in range(0, len(lengths), per_step)]
     fleet = workers(1000, servers=servers, push_s=0.77)
-    found = simulate(batches, train_s[0], fleet, Mode.of(config).schedule(sends=False))
+    found = simulate(
+        batches, train_s[0], fleet, Mode.of(config.pipeline, config.learner.minibatches).schedule(sends=False)
+    )
     # The controller's run begins with a push, which the simulation does not.
     first_push = 0.77 * (servers if config.pipeline.rolling_push else 1)
     assert found.versions == tuple(batch.versions for batch in real.steps)

@@ -101,13 +101,8 @@ class ProbeLearner(StandInLearner):
 
     def forget(self, name: str) -> None: ...
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         self.passes.append((type(sources[0]), weights or "own", len(batches)))
         logprobs = current_logprobs if isinstance(sources[0], Record) else anchor_logprobs
@@ -145,7 +140,7 @@ def step_rows(number: int = 72) -> list[TrainRow]:
         record = make_record(
             sample_id=place, group_id=place // 4, num_sampled=count, version=VERSION - (place % 3 == 0)
         )
-        found += train_rows(split_record(record, [1, count - 1]) if place % 5 == 0 else replace(record), 1.0)
+        found += train_rows(split_record(record, [1, count - 1]) if place % 5 == 0 else replace(record))
     return found
 
 
@@ -355,8 +350,7 @@ def test_the_standard_error_of_a_minibatch_is_the_spread_of_plans(minibatches: i
     """Of 240 rows of unlike lengths, whose tokens are alike within a row and rows within a prompt."""
     rng = np.random.default_rng(2)
     rows = [
-        TrainRow(make_record(sample_id=place, group_id=place // 8, num_sampled=1 + place % 11), 1.0)
-        for place in range(240)
+        TrainRow(make_record(sample_id=place, group_id=place // 8, num_sampled=1 + place % 11)) for place in range(240)
     ]
     tokens = lengths(rows)
     bad = rng.gamma(2.0, size=240) * np.repeat(rng.gamma(8.0, size=30), 8) * tokens

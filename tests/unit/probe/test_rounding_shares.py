@@ -37,13 +37,8 @@ class FakeLearner(StandInLearner):
     def forget(self, name: str) -> None:
         del self.held[name]
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         rounding = self.held[weights or ""]
         if rounding not in self.logprobs:

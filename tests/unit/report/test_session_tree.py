@@ -113,7 +113,7 @@ def rewarded(record: RolloutRecord) -> RolloutRecord:
 
 def page_of(folder: Path, samples: Sequence[RolloutRecord], rollouts: int) -> Path:
     sink = Transcripts(folder, "nowhere", every=10, rollouts=rollouts, decoder=Letters())
-    rows = [row for sample in samples for row in train_rows(rewarded(sample), 0.5)]
+    rows = [row for sample in samples for row in train_rows(rewarded(sample))]
     rows = [replace(row, record=replace(row.record, routes=None)) for row in rows]
     _, evidence, correction = judged(rows)
     sink.judged(rows, evidence, correction)

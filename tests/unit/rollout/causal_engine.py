@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.parse import parse_turn
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import SampledTurn, SamplingParams
 from tests.unit.doubles import StandInEngine

@@ -28,7 +28,7 @@ from moe_trm.rollout.batch_table import (
 )
 from moe_trm.runtime import wire
 from moe_trm.sampling_mask.record import SamplingMask
-from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, SessionTurn, TrainBatch, TrainRow
+from moe_trm.types import MicroBatch, MiniBatch, RewardedSample, RolloutRecord, SessionTurn, TrainBatch, TrainRow
 from routing import RouteRecord
 from tests.unit.records import make_record
 
@@ -53,13 +53,12 @@ def rows() -> tuple[TrainRow, ...]:
         baseline=0.25,
     )
     masked = replace(bare, sampling_mask=replace(bare.sampling_mask, logprobs=None, violations=2))
-    advantages = np.linspace(-1, 1, full.num_sampled, dtype=np.float32)
     return (
-        TrainRow(record(0), 0.5),
-        TrainRow(full, 0.1, advantages, sample_tokens=17, weight=0.75),
-        TrainRow(replace(record(2), routes=None), -0.5),
-        TrainRow(replace(record(3), sampling_mask=None), 0.0),
-        TrainRow(masked, 1.5),
+        TrainRow(record(0)),
+        TrainRow(full, sample_tokens=17, weight=0.75),
+        TrainRow(replace(record(2), routes=None)),
+        TrainRow(replace(record(3), sampling_mask=None)),
+        TrainRow(masked),
     )
 
 
@@ -67,7 +66,7 @@ def batch() -> TrainBatch:
     first, *others = rows()
     micro = MicroBatch(()), MicroBatch((first,)), MicroBatch(tuple(others))
     minis = MiniBatch(micro[1:], 3, 60), MiniBatch((micro[0],), 0, 0), MiniBatch((micro[1],), 1, 2)
-    return TrainBatch(7, minis, {"reward/mean": 0.25}, (5, 6))
+    return TrainBatch(7, minis, {"reward/mean": 0.25}, (5, 6), ((RewardedSample(4, 1, 2, 0.5),), ()))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -136,7 +135,7 @@ def test_arrays_of_several_types_or_shapes_are_not_joined(other: np.ndarray) -> 
 def test_rows_of_one_sample_are_sent_one_by_one() -> None:
     several = replace(record(0), further=(record(1),))
     with pytest.raises(AssertionError, match="by itself"):
-        table_of(TrainBatch(1, (MiniBatch((MicroBatch((TrainRow(several, 1.0),)),), 1, 2),), {}))
+        table_of(TrainBatch(1, (MiniBatch((MicroBatch((TrainRow(several),)),), 1, 2),), {}))
 
 
 def lengths(change: Callable[[list[int]], list[int]]) -> Callable[[BatchTable], None]:
@@ -151,12 +150,11 @@ def lengths(change: Callable[[list[int]], list[int]]) -> Callable[[BatchTable], 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda table: table.rows.advantage.pop(),
+        lambda table: table.rows.weight.pop(),
         lambda table: table.rows.record.prompt_id.append("one more"),
         lambda table: table.rows.record.routes.values.order.pop(),
         lambda table: table.rows.record.routes.there.__setitem__(0, False),
-        lambda table: table.rows.token_advantages.there.__setitem__(0, True),
-        lambda table: table.rows.token_advantages.there.pop(),
+        lambda table: table.rows.record.sampling_mask.there.pop(),
         lambda table: table.mini_batches.pop(),
         lambda table: table.mini_batches.append(MiniTable([1], 1, 1)),
         lambda table: table.mini_batches.append(MiniTable([1, -1], 1, 1)),

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,12 +25,13 @@ from moe_trm.observe.panel import LivePanel
 from moe_trm.report.commands import write
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.service import ControllerService, Start
+from moe_trm.rollout.service import ControllerReply, ControllerService, Start
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.tasks import RewardInput
 from moe_trm.types import SamplingParams, ServerState, TrainBatch
+from tests.unit.advantages import of_step
 from tests.unit.records import LAYERS, make_record
 from tests.unit.report.page_reader import PageReader
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, FakeTask, controller_with, plan, rows_of
@@ -61,13 +63,15 @@ def test_a_reward_that_raises_rejects_its_record_only() -> None:
 
 
 def test_advantages_compare_the_samples_of_one_prompt() -> None:
-    rows, uneven = rows_of(plan(FakeEngine())), 0
+    shares, uneven = plan(FakeEngine()), 0
+    rows, found = rows_of(shares), of_step(shares, CONFIG)
     for group in {row.record.group_id for row in rows}:
-        own = [row for row in rows if row.record.group_id == group]
-        assert abs(sum(row.advantage for row in own)) < 1e-6
-        rewards = [row.record.reward or 0.0 for row in own]
+        own = [row.record for row in rows if row.record.group_id == group]
+        values = [float(found[record.row_id][0]) for record in own]
+        assert abs(sum(values)) < 1e-6
+        rewards = [record.reward or 0.0 for record in own]
         if max(rewards) > min(rewards):
-            assert [row.advantage > 0 for row in own] == [reward == max(rewards) for reward in rewards]
+            assert [value > 0 for value in values] == [reward == max(rewards) for reward in rewards]
             uneven += 1
     assert uneven
 
@@ -76,11 +80,12 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
 def test_a_sample_whose_group_was_rejected_gets_what_the_setting_says(lone: str | None) -> None:
     """The first sample of each prompt is the only one that is left."""
     config = CONFIG.model_copy(update={"advantage": advantage(name="rloo", lone_sample=lone)})
-    rows = rows_of(plan(FakeEngine(frozenset(i for i in range(99) if i % 4)), config))
+    shares = plan(FakeEngine(frozenset(i for i in range(99) if i % 4)), config)
+    rows, found = rows_of(shares), of_step(shares, config)
     assert len({row.record.group_id for row in rows}) == len(rows) > 1
     assert any(row.record.reward for row in rows)
     for row in rows:
-        assert row.advantage == (row.record.reward if lone == "reward" else 0.0)
+        assert set(found[row.record.row_id]) == {row.record.reward if lone == "reward" else 0.0}
 
 
 def test_gdpo_whitens_over_the_tokens_of_the_step() -> None:
@@ -88,16 +93,16 @@ def test_gdpo_whitens_over_the_tokens_of_the_step() -> None:
         async def reward(self, sample: RewardInput) -> object:
             return {"odd": float(sum(sample.completion_ids) % 2), "long": len(sample.completion_ids) / 10}
 
+    config = CONFIG.model_copy(update={"advantage": advantage(name="gdpo")})
+
     async def go() -> list[TrainBatch]:
-        config = CONFIG.model_copy(update={"advantage": advantage(name="gdpo")})
         controller = RolloutController(config, FakeEngine(), Parts(), SamplingParams())
         await controller.load_weights(WeightPush(0, "", ()))
         return await controller.plan(1, data_size=2)
 
-    rows = rows_of(asyncio.run(go()))
-    lengths = np.array([row.record.num_sampled for row in rows])
-    assert len(set(lengths)) > 1
-    tokens = np.repeat([row.advantage for row in rows], lengths)
+    found = of_step(asyncio.run(go()), config)
+    assert len({len(own) for own in found.values()}) > 1
+    tokens = np.concatenate([*found.values()])
     assert tokens.mean() == pytest.approx(0, abs=1e-6)
     assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-4)
 
@@ -209,6 +214,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def connect() -> Iterator[Callable[..., RolloutClient]]:
     """Makes clients and closes their sockets at the end."""
+    # Ranks are processes of a run and threads here: msgspec reads a type for the first time without a lock.
+    msgspec.msgpack.Decoder(ControllerReply, dec_hook=lambda kind, value: value)
     with ExitStack() as stack:
         yield lambda *args, **kwargs: stack.enter_context(RolloutClient(*args, **kwargs))
 

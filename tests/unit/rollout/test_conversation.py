@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
 from moe_trm.functions.process import Refused
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.sessions.dialogue import Dialogue, Limits
-from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.unit.rollout.causal_engine import END, CausalEngine, DigitTokens, next_token, route_row, support

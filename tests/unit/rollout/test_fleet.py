@@ -11,10 +11,11 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
-from moe_trm.rollout.sglang import fleet as fleet_module
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.remote import RemoteServer
+from moe_trm.rollout.servers import fleet as fleet_module
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.sglang.backend import SglangBackend
 from tests.unit.rollout.local_app import LocalApp
 
 
@@ -84,7 +85,11 @@ async def running(
 
     connections = [EngineHttp(fake.url, None, timeout_s=timeout_s, max_attempts=1) for fake in fakes]
     fleet = Fleet(
-        [RemoteServer(http) for http in connections], load, interrupt=interrupt, patience_s=patience_s, rolling=rolling
+        [RemoteServer(http, SglangBackend()) for http in connections],
+        load,
+        interrupt=interrupt,
+        patience_s=patience_s,
+        rolling=rolling,
     )
     fleet.start()
     try:

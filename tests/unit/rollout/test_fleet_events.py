@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import EngineLost
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.http import EngineHttp, EngineSlow, HttpStatusError
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
+from moe_trm.rollout.sglang.backend import SglangBackend
 from tests.unit.virtual_time import run
 
 SAMPLES, PUSHES, FAULTS = 24, 4, 4
@@ -141,7 +142,7 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool, ro
     https: list[Any] = [*fakes]
     router = Router(cast(EngineHttp, SimulatedRouter(fakes, chance)), "key") if routed else None
     fleet = Fleet(
-        [RemoteServer(http, router.endpoint if router else None) for http in https],
+        [RemoteServer(http, SglangBackend(), router.endpoint if router else None) for http in https],
         load,
         interrupt=interrupt,
         patience_s=1e6,

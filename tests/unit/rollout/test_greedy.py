@@ -18,6 +18,7 @@ from moe_trm.rollout.recorded import BundleEngine
 from moe_trm.rollout.sampler import SingleTurn
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainBatch
+from tests.unit.advantages import of_step
 from tests.unit.records import make_record
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, FakeTask, rows_of
 
@@ -137,13 +138,14 @@ def planned(config: Config, reject: Sequence[int] = ()) -> list[TrainBatch]:
 
 def test_the_advantage_is_the_lead_over_the_greedy_answer() -> None:
     """Also of a sample that is alone in its group because the others were rejected."""
-    rows = rows_of(planned(REMAX, reject=(1, 2, 3)))
+    shares = planned(REMAX, reject=(1, 2, 3))
+    rows, found = rows_of(shares), of_step(shares, REMAX)
     assert len([row for row in rows if row.record.group_id == 0]) <= 1
     assert {row.record.group_id for row in rows} >= {1, 2, 3}
     for row in rows:
         assert row.record.reward is not None
         assert row.record.baseline == row.record.group_id / 2
-        assert row.advantage == row.record.reward - row.record.group_id / 2
+        assert set(found[row.record.row_id]) == {row.record.reward - row.record.group_id / 2}
 
 
 def test_greedy_answers_are_in_no_batch_and_not_in_the_ledger() -> None:

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.continuation import continued
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.continuation import continued
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from routing import RouteRecord, token_digest
 from tests.unit.rollout.local_app import LocalApp
@@ -82,7 +82,7 @@ def sample(
             sampling_mask={"mode": "off"},
             replay={"mode": "R3", "missing": missing},
         )
-        engine = SglangEngine(settings, "k")
+        engine = ServerEngine(settings, "k")
         try:
             # Without a push there is no version to wait for.
             engine._fleet.servers[0].version = engine._fleet._version = 0

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from moe_trm.errors import EngineLost, SyncError
-from moe_trm.rollout.sglang import fleet as fleet_module
-from moe_trm.rollout.sglang.remote import RemoteServer
+from moe_trm.rollout.servers import fleet as fleet_module
+from moe_trm.rollout.servers.remote import RemoteServer
 from tests.unit.rollout.test_fleet import FakeServer, in_loop, running
 
 

@@ -12,12 +12,13 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost
-from moe_trm.rollout.sglang import fleet as fleet_module
-from moe_trm.rollout.sglang import router as router_module
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.servers import fleet as fleet_module
+from moe_trm.rollout.servers import router as router_module
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
+from moe_trm.rollout.sglang.backend import SglangBackend
 from tests.unit.rollout.local_app import LocalApp
 from tests.unit.rollout.test_fleet import FakeServer, in_loop
 
@@ -110,7 +111,7 @@ class Behind:
         router = Router(EngineHttp(self.router.url, KEY, timeout_s=5.0, max_attempts=1), KEY)
         connections = [EngineHttp(fake.url, KEY, timeout_s=5.0, max_attempts=1) for fake in self.fakes]
         self.fleet = Fleet(
-            [RemoteServer(http, router.endpoint) for http in connections],
+            [RemoteServer(http, SglangBackend(), router.endpoint) for http in connections],
             self._load,
             interrupt=self.interrupt,
             patience_s=self.patience_s,

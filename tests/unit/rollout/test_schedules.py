@@ -58,10 +58,10 @@ def content(trained: Trained, first: int = 1) -> list[Any]:
 def content_of(batch: TrainBatch) -> Any:
     timed = ("time/", "rollout/tokens_per_s", "ledger/", "queue/", "records/")
     rows = [
-        [[(row.record.sample_id, row.advantage, row.weight) for row in micro.rows] for micro in mini.micro_batches]
+        [[(row.record.sample_id, row.weight) for row in micro.rows] for micro in mini.micro_batches]
         for mini in batch.mini_batches
     ]
-    return rows, {name: value for name, value in batch.metrics.items() if not name.startswith(timed)}
+    return rows, batch.compared, {name: value for name, value in batch.metrics.items() if not name.startswith(timed)}
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,15 +12,16 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError
+from moe_trm.rollout.servers.backend import Requirements
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import start_server
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.checks import ServerCheck
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.rollout.sglang.supervisor import start_server
-from tests.unit.config.test_route_defects import SOUND, attach
 from tests.unit.rollout.local_app import LocalApp
+from tests.unit.rollout.test_route_defects import SOUND, attach
+from tests.unit.rollout.test_server_process import config
 from tests.unit.rollout.test_sglang_engine import HF
-from tests.unit.rollout.test_supervisor import config
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -71,13 +72,13 @@ def test_the_temperature_is_checked_when_random_weights_are_gone() -> None:
         app = Untempered()
         await app.start()
         check = ServerCheck(
-            ServedModel.from_config(HF),
-            Wanted(routes=False, mask=False),
-            lambda tokens, params: {"temperature": params.temperature},
-            temperature=0.5,
-            dtype="float32",
-            verify=True,
-            startup_timeout_s=1.0,
+            Requirements(
+                ServedModel.from_config(HF),
+                Wanted(routes=False, mask=False),
+                temperature=0.5,
+                dtype="float32",
+                verify=True,
+            )
         )
         try:
             async with EngineHttp(app.url, "k", timeout_s=5.0, max_attempts=1) as http:

@@ -13,11 +13,12 @@ from aiohttp import web
 from moe_trm.config.precision_rules import refusals, surprises
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.seeds import Seeds
-from moe_trm.rollout.sglang.supervisor import launch_command
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.seeds import Seeds
+from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.types import Prompt, SamplingParams
 from tests.unit.rollout.test_sglang_engine import HF
+from tests.unit.sections import sections_of
 
 
 def config(tmp_path: Path, *, url: str | None = None, min_p: float = 0.0, **server: Any) -> Config:
@@ -35,7 +36,15 @@ def test_a_float32_head_is_an_option_of_the_server_on_every_device(tmp_path: Pat
 
 def test_a_float32_head_of_a_float32_server_changes_nothing(tmp_path: Path) -> None:
     def said(dtype: str) -> list[str]:
-        return [text for text in surprises(config(tmp_path, dtype=dtype, fp32_head=True)) if "fp32_head" in text]
+        return [
+            text
+            for text in surprises(
+                *sections_of(
+                    config(tmp_path, dtype=dtype, fp32_head=True), "learner", "rollout", "replay", "probe", "correction"
+                )
+            )
+            if "fp32_head" in text
+        ]
 
     assert not said("bfloat16")
     assert len(said("float32")) == 1
@@ -44,15 +53,31 @@ def test_a_float32_head_of_a_float32_server_changes_nothing(tmp_path: Path) -> N
 def test_deterministic_sampling_is_refused_on_a_cpu_with_its_own_reason(tmp_path: Path) -> None:
     option = "--enable-deterministic-inference"
     assert option in launch_command(config(tmp_path, device="cuda", deterministic=True), tmp_path, 7, "k.yaml")
-    [problem] = refusals(config(tmp_path, device="cpu", deterministic=True))
+    [problem] = refusals(
+        *sections_of(config(tmp_path, device="cpu", deterministic=True), "rollout", "sync", "learner", "batch")
+    )
     assert (problem.key, "need CUDA" in problem.what) == ("rollout.server.deterministic", True)
     with pytest.raises(ConfigError, match="need CUDA"):
         launch_command(config(tmp_path, device="cpu", deterministic=True), tmp_path, 7, "k.yaml")
-    assert not [*refusals(config(tmp_path, device="cpu", deterministic=True, url="http://127.0.0.1:9"))]
+    assert not [
+        *refusals(
+            *sections_of(
+                config(tmp_path, device="cpu", deterministic=True, url="http://127.0.0.1:9"),
+                "rollout",
+                "sync",
+                "learner",
+                "batch",
+            )
+        )
+    ]
 
 
 def test_deterministic_sampling_and_a_bound_on_the_probability_are_refused(tmp_path: Path) -> None:
-    [problem] = refusals(config(tmp_path, device="cuda", deterministic=True, min_p=0.1))
+    [problem] = refusals(
+        *sections_of(
+            config(tmp_path, device="cuda", deterministic=True, min_p=0.1), "rollout", "sync", "learner", "batch"
+        )
+    )
     assert problem.key == "rollout.min_p"
 
 
@@ -85,7 +110,7 @@ def test_samples_of_one_prompt_are_asked_for_with_different_seeds(tmp_path: Path
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
         chosen = config(tmp_path, url=f"http://127.0.0.1:{port}", deterministic=deterministic)
-        engine = SglangEngine(chosen, None)
+        engine = ServerEngine(chosen, None)
         try:
             for number in order:
                 with pytest.raises(RecordRejected):

@@ -17,9 +17,10 @@ from aiohttp import web
 from moe_trm.config.choices import settle
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError, SyncError
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SamplingParams
 from tests.unit.rollout.local_app import LocalApp
@@ -64,7 +65,7 @@ def ask(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], attempt
 
 def test_an_unreachable_server_is_named_with_advice(tmp_path: Path) -> None:
     async def run() -> None:
-        engine = SglangEngine(config(tmp_path), "key")
+        engine = ServerEngine(config(tmp_path), "key")
         try:
             await engine.start()
         finally:
@@ -89,7 +90,7 @@ def test_a_server_that_takes_no_connection_yet_is_waited_for(tmp_path: Path) -> 
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         rollout = {"url": f"http://127.0.0.1:{port}", "max_attempts": 1, "timeout_s": 30.0, "server": {"wait_s": 60.0}}
-        engine, app = SglangEngine(config(tmp_path, rollout=rollout), None), web.Application()
+        engine, app = ServerEngine(config(tmp_path, rollout=rollout), None), web.Application()
         app.router.add_get("/{name}", health)
         runner = web.AppRunner(app)
         starting = asyncio.create_task(engine.start())
@@ -154,9 +155,13 @@ def test_refusals_and_slowness_are_not_retried() -> None:
     assert len(seen) == 2
 
 
+def asked(engine: ServerEngine, params: SamplingParams) -> dict[str, object]:
+    return generate_request(engine.question((1, 2), params))
+
+
 def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=8, min_p=0.1, max_new_tokens=5, stop_token_ids=(2,))
-    full = SglangEngine(config(tmp_path, rollout={"top_p": 0.9}), None).generate_request((1, 2), params)
+    full = asked(ServerEngine(config(tmp_path, rollout={"top_p": 0.9}), None), params)
     assert full == {
         "input_ids": [1, 2],
         "sampling_params": {
@@ -173,9 +178,9 @@ def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path)
         "sampling_logprobs_mode": "support",
     }
     plain = config(tmp_path, replay={"mode": "none"}, probe={"every": 0}, sampling_mask={"mode": "off"})
-    stopping = SglangEngine(plain, None).generate_request((1, 2), replace(params, stop_texts=("a.b", "\n")))
+    stopping = asked(ServerEngine(plain, None), replace(params, stop_texts=("a.b", "\n")))
     assert stopping["sampling_params"]["stop_regex"] == ["a\\.b", "\\\n"]  # type: ignore[index]
-    assert SglangEngine(plain, None).generate_request((1, 2), params).keys() == {
+    assert asked(ServerEngine(plain, None), params).keys() == {
         "input_ids",
         "sampling_params",
         "return_logprob",
@@ -206,10 +211,10 @@ def probed_through(handed_on: set[str], tmp_path: Path) -> None:
         await site.start()
         assert site._server is not None
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        engine = SglangEngine(config(tmp_path, replay={"mode": "R3"}, sampling_mask={"mode": "keep"}), "k")
+        engine = ServerEngine(config(tmp_path, replay={"mode": "R3"}, sampling_mask={"mode": "keep"}), "k")
         try:
             async with EngineHttp(f"http://127.0.0.1:{port}", "k", timeout_s=5.0, max_attempts=1) as http:
-                await engine._check.through(http)
+                await engine._client.check_router(http)
         finally:
             await engine.close()
             await runner.cleanup()
@@ -241,8 +246,8 @@ def test_the_engine_is_told_what_auto_became(tmp_path: Path) -> None:
             "probe": {"every": every},
             "replay": {"mode": "auto"},
         }
-        engine = SglangEngine(settle(config(tmp_path, **sections))[0], None)
-        return "return_routed_experts" in engine.generate_request((1, 2), SamplingParams())
+        engine = ServerEngine(settle(config(tmp_path, **sections))[0], None)
+        return "return_routed_experts" in generate_request(engine.question((1, 2), SamplingParams()))
 
     assert [asked(1, 0), asked(1, 5), asked(2, 0), asked(4, 0)] == [False, True, False, True]
 
@@ -251,8 +256,8 @@ def test_masks_are_asked_for_where_sampling_is_truncated(tmp_path: Path) -> None
     """Without truncation the mask of a token would be the vocabulary."""
 
     def asked(**sections: Any) -> bool:
-        engine = SglangEngine(config(tmp_path, **sections), None)
-        return "return_sampling_mask" in engine.generate_request((1, 2), SamplingParams())
+        engine = ServerEngine(config(tmp_path, **sections), None)
+        return "return_sampling_mask" in generate_request(engine.question((1, 2), SamplingParams()))
 
     assert asked() is False
     assert asked(rollout={"top_p": 0.9}) is True
@@ -288,7 +293,7 @@ def test_a_server_has_the_version_that_it_was_made_to_load_and_no_other(loads: b
         app = LoadingServer(loads=loads)
         await app.start()
         rollout = {"url": app.url, "max_attempts": 1, "timeout_s": 5.0}
-        engine = SglangEngine(config(tmp_path, rollout=rollout, sync={"verify": False}), "k")
+        engine = ServerEngine(config(tmp_path, rollout=rollout, sync={"verify": False}), "k")
         try:
             for version in (1, 2):
                 await engine.load_weights(WeightPush(version, str(tmp_path), ()))

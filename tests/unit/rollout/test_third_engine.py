@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from moe_trm.config import InvalidConfigError, load, resolve
-from moe_trm.config.engines import ENGINES
+from moe_trm.config.engines import ENGINES, SERVER_BACKENDS
 from moe_trm.config.schema import Config
 from moe_trm.doctor.environment import environment
 from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.recorded import BundleEngine
-from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TrainBatch, TrainRow
 from tests.unit.rollout.scripted_engine import REJECTED, SCRIPT
@@ -117,17 +118,53 @@ def test_a_file_that_is_no_engine_is_refused_when_it_is_loaded(
 
 
 def test_engines_say_of_themselves_what_the_table_says() -> None:
-    assert {"sglang": SglangEngine.traits, "bundle": BundleEngine.traits} == dict(ENGINES)
+    assert {"sglang": SglangBackend.traits, "bundle": BundleEngine.traits} == dict(ENGINES)
 
 
-def test_no_engine_is_told_by_its_name_outside_its_builder() -> None:
-    """`"sglang"` and `"bundle"` are compared with in `moe_trm/rollout/build.py` alone."""
-    root = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[3]
+BUILDERS = {"moe_trm/rollout/build.py", "moe_trm/config/engines.py"}
+IMPORTS_BEFOREHAND = "moe_trm/quickstart/__main__.py"
+"""Its servers are forks of a process that has imported SGLang."""
+SPOKEN = "moe_trm/translate/"
+"""Tables of the words of other trainers."""
+
+
+def test_no_engine_is_named_outside_its_folder_and_its_builders() -> None:
+    """Words for people may name one: docstrings, comments, and descriptions of settings."""
     found = {
-        str(path.relative_to(root))
-        for package in ("moe_trm", "launch")
-        for path in (root / package).rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if any(f'{sign} "{name}"' in line for sign in ("==", "!=") for name in ENGINES)
+        f"{path}:{node.lineno}"
+        for path, tree in product()
+        if path not in BUILDERS and not path.startswith(SPOKEN)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in SERVER_BACKENDS
     }
-    assert found == {"moe_trm/rollout/build.py"}
+    assert not found
+
+
+def test_no_engine_with_servers_is_imported_outside_its_folder() -> None:
+    folders = {backend.partition(":")[0].rpartition(".")[0] for backend in SERVER_BACKENDS.values()}
+    assert folders
+    found = {
+        (path, name)
+        for path, tree in product()
+        for folder in folders
+        if not path.startswith((folder.replace(".", "/"), IMPORTS_BEFOREHAND))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in named_by(node)
+        if f"{name}.".startswith(f"{folder}.")
+    }
+    assert not found
+
+
+def named_by(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Modules that an import names; `from package import name` may mean `package.name`."""
+    names = [alias.name for alias in node.names]
+    return names if isinstance(node, ast.Import) else [f"{node.module}.{name}" for name in names]
+
+
+def product() -> Iterator[tuple[str, ast.Module]]:
+    """Path and syntax of every file of the product."""
+    for package in ("moe_trm", "launch"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.sglang import reader, together
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
+from moe_trm.rollout.sglang.parse import parse_turn
 from moe_trm.rollout.sglang.reader import Reader
 from moe_trm.rollout.sglang.together import Received, parse_turns, sound_turns
 from moe_trm.types import SampledTurn

@@ -13,9 +13,9 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang import watchdog as watchdog_module
-from moe_trm.rollout.sglang.watchdog import Watchdog
-from tests.unit.rollout.test_supervisor import config, wait_until_dead
+from moe_trm.rollout.servers import watchdog as watchdog_module
+from moe_trm.rollout.servers.watchdog import Watchdog
+from tests.unit.rollout.test_server_process import config, wait_until_dead
 
 
 @pytest.fixture(autouse=True)

@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 
 from moe_trm.errors import ControllerError
 from moe_trm.runtime import wire
-from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TrainBatch, TrainRow
+from moe_trm.types import MicroBatch, MiniBatch, RewardedSample, RolloutRecord, TrainBatch, TrainRow
 from tests.unit.records import make_record
 
 
 def test_a_train_batch_arrives_as_it_was_sent() -> None:
-    rows = tuple(TrainRow(make_record(sample_id=i, num_prompt=3, num_sampled=i + 1), 0.5 * i) for i in range(3))
-    batch = TrainBatch(7, (MiniBatch((MicroBatch(rows), MicroBatch(())), 3, 6),), {"reward/mean": 0.25})
+    rows = tuple(TrainRow(make_record(sample_id=i, num_prompt=3, num_sampled=i + 1)) for i in range(3))
+    minis = (MiniBatch((MicroBatch(rows), MicroBatch(())), 3, 6),)
+    compared = (RewardedSample(0, 5, 1, 0.5, {"right": 0.25}, None, (0, 2)),)
+    batch = TrainBatch(7, minis, {"reward/mean": 0.25}, (), (compared, ()))
     received = wire.decode([bytes(frame) for frame in wire.encode(batch)], TrainBatch)
     assert received.metrics == batch.metrics
+    assert received.compared == batch.compared
     assert received.mini_batches[0].micro_batches[1].rows == ()
     for sent, got in zip(rows, received.mini_batches[0].micro_batches[0].rows, strict=True):
-        assert got.advantage == sent.advantage
         assert got.record.routes is not None
         assert sent.record.routes is not None
         np.testing.assert_array_equal(got.record.routes.experts, sent.record.routes.experts)

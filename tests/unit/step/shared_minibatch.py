@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from moe_trm import summable
-from moe_trm.batch.collate import collate
+from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config, Recovery
 from moe_trm.learner.protocol import Scores
+from moe_trm.step.advantages import Advantages
 from moe_trm.step.objective import TERMS, Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.sync.rounding import Rounding
-from moe_trm.types import MiniBatch, TokenBatch, TrainRow
+from moe_trm.types import MiniBatch, RewardedSample, TokenBatch, TrainRow
 from routing.replay import Native, RouteSource
+from tests.unit.advantages import estimator, valued
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
@@ -55,13 +57,8 @@ class FakeLearner(StandInLearner):
         self.snapshots.append(name)
         return 0
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         if weights is None:
             return [Scores(current_logprobs(batch)) for batch in batches]
@@ -102,7 +99,12 @@ def rows() -> list[TrainRow]:
     made = [
         make_record(sample_id=i, group_id=i // 4, num_sampled=3 + i % 7, reward=float(i % 3 == 0)) for i in range(12)
     ]
-    return [TrainRow(record, 1.0 if record.reward else -0.5) for record in made]
+    return [TrainRow(record) for record in made]
+
+
+def by_reward(row: TrainRow) -> float:
+    """The advantage of a made-up row."""
+    return 1.0 if row.record.reward else -0.5
 
 
 def config(**changes: Any) -> Config:
@@ -138,6 +140,7 @@ def outcome(
                 first=first,
                 reference=reference,
                 recovery=settings.pipeline.recovery,
+                lowered=(estimator(settings), rewarded_samples("grpo", [row.record for row in given or rows()])),
             )
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -159,12 +162,17 @@ def one_update(
     first: bool,
     reference: Reference | None = None,
     recovery: Recovery = "same",
+    lowered: tuple[Advantages, Sequence[RewardedSample]] | None = None,
 ) -> dict[str, Any]:
-    batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
+    """`lowered`: what gives the advantages anew where a KL lowers the rewards."""
+    batches = [valued(micro.rows, *map(by_reward, micro.rows)) for micro in mini.micro_batches]
     scores = [Scores((current_logprobs if first else anchor_logprobs)(batch)) for batch in batches]
     part = Anchored(mini, batches, scores, [Native()] * len(batches), recovery=recovery)
     if reference is not None:
         [part] = reference.score(learner, [part])
+        if (penalties := reference.penalties([part])) is not None:
+            assert lowered is not None
+            [part] = lowered[0].given(learner, [part], (lowered[1],), penalties)
     loss_of = objective.bind(part, learner, first=first)
     total, gradients, entropy_gradients = 0.0, dict[int, Tensor](), dict[int, Tensor]()
     for index, (batch, micro) in enumerate(zip(part.batches, mini.micro_batches, strict=True)):

@@ -48,13 +48,8 @@ class FakeLearner(StandInLearner):
     def forget(self, name: str) -> None:
         del self.held[name]
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         self.passes.append(weights)
         version = self.version if weights is None else self.held[weights]
@@ -69,7 +64,7 @@ def config(*, eta: int = 2, behavior: str = "snapshot", **sections: Any) -> Conf
 
 def batch_of(step: int, *versions: Sequence[int]) -> TrainBatch:
     """A step of two minibatches that both hold a row for each list of token versions."""
-    rows = [TrainRow(spanning(i, own), 1.0) for i, own in enumerate(versions)]
+    rows = [TrainRow(spanning(i, own)) for i, own in enumerate(versions)]
     mini = MiniBatch((MicroBatch(tuple(rows)),), len(rows), sum(map(len, versions)))
     return TrainBatch(step, (mini, mini), {}, tuple(sorted({v for own in versions for v in own})))
 
@@ -134,7 +129,7 @@ def test_no_pass_is_made_where_the_anchor_needs_none(behavior: str) -> None:
 
 def test_interpolation_weights_follow_the_age() -> None:
     """A-3PO at v_theta = 7, whose proximal version is 6: alpha 0, 0, 0.5, 0.75 for samples of versions 7, 6, 5, 3."""
-    batch = collate(MicroBatch((TrainRow(spanning(0, [7, 6, 5, 3]), 1.0),)), keep_mask=False)
+    batch = collate(MicroBatch((TrainRow(spanning(0, [7, 6, 5, 3])),)), keep_mask=False)
     current = batch.rollout_logprobs + 1
     moved = (interpolated(batch, current, 6) - batch.rollout_logprobs)[batch.mask]
     torch.testing.assert_close(moved, torch.tensor([0.0, 0.0, 0.5, 0.75]))

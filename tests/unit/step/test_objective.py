@@ -13,17 +13,21 @@ import torch
 from moe_trm import corrections, losses
 from moe_trm.batch.advantages import grpo
 from moe_trm.batch.collate import collate
+from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
+from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import declared
 from moe_trm.learner.protocol import Scores
 from moe_trm.losses.kl import kl_term
 from moe_trm.ratios import LogRatios
+from moe_trm.step.advantages import own_records
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, MiniBatch
 from routing.replay import Native
+from tests.unit.advantages import estimator
 from tests.unit.step.shared_minibatch import (
     FakeLearner,
     Ranks,
@@ -138,13 +142,21 @@ def test_the_clipped_weight_reaches_the_loss() -> None:
     assert found[0.05]["metrics"]["loss/kl"] < found[None]["metrics"]["loss/kl"]
 
 
+def lowered(settings: Config, learner: FakeLearner, part: Anchored) -> list[Anchored]:
+    """The minibatch as a step with this KL hands it to the update."""
+    reference = Reference(settings, learner)
+    scored = reference.score(learner, [part])
+    compared = rewarded_samples(settings.advantage.name, own_records(scored))
+    return estimator(settings).given(learner, scored, (compared,), reference.penalties(scored))
+
+
 def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
     settings = config(kl={"coef": 0.3, "where": "reward", "estimator": "k1"})
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)
     batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
     part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
     learner = FakeLearner(Ranks(1), 0)
-    [shaped] = Reference(settings, learner).score(learner, [part])
+    [shaped] = lowered(settings, learner, part)
     assert shaped.kl_coef == 0.0
     rewards, groups, got = [], [], []
     for micro, batch, new in zip(mini.micro_batches, batches, shaped.batches, strict=True):
@@ -164,7 +176,7 @@ def test_kl_in_the_reward_heeds_what_a_lone_sample_gets(lone: str) -> None:
     batch = collate(micro, keep_mask=False)
     part = Anchored(MiniBatch((micro,), 5, 1), [batch], [Scores(anchor_logprobs(batch))], [Native()])
     learner = FakeLearner(Ranks(1), 0)
-    [shaped] = Reference(settings, learner).score(learner, [part])
+    [shaped] = lowered(settings, learner, part)
     [advantages] = [item.advantages for item in shaped.batches]
     assert bool(advantages[4].any()) == (lone == "reward")
     assert advantages[:4].any()

@@ -9,7 +9,7 @@ from moe_trm.types import MicroBatch, TrainRow
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
 from tests.unit.records import make_record
 
-BATCH = collate(MicroBatch((TrainRow(make_record(), 1.0),)), keep_mask=True)
+BATCH = collate(MicroBatch((TrainRow(make_record()),)), keep_mask=True)
 RECORDED = Recorded({0: torch.zeros(8, 2, dtype=torch.int64)})
 
 

@@ -22,7 +22,7 @@ def anchored(weights: list[float]) -> list[Anchored]:
 
     The last micro-batch is padding.
     """
-    rows = [TrainRow(make_record(sample_id=i, num_sampled=3 + i), 0.0) for i in range(len(weights))]
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=3 + i)) for i in range(len(weights))]
     [[first, second]] = plan_step(rows, seed=0, step=1, minibatches=2, data_size=1, micro_batch_rows=1)
     parts = []
     for mini in (first, second):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.batch.train_rows import train_rows
 from moe_trm.config.schema import Config
@@ -24,6 +23,7 @@ from moe_trm.types import TrainRow
 from moe_trm.whatif.offline import RecordedLearner
 from routing.replay import Native
 from routing.row_ids import ROW_STEP
+from tests.unit.advantages import valued
 from tests.unit.records import make_record, split_record
 from tests.unit.step.shared_minibatch import anchor_logprobs, config, current_logprobs, outcome, rows
 
@@ -68,7 +68,7 @@ def cut(given: Sequence[TrainRow]) -> list[TrainRow]:
         count = row.record.num_sampled
         sizes = [count] if number % 2 == 0 else [1, 1, count - 2] if number % 4 == 1 else [count - 1, 1]
         sample = split_record(row.record, sizes)
-        found += train_rows(sample, row.advantage)
+        found += train_rows(sample)
     return found
 
 
@@ -110,12 +110,12 @@ def with_turns() -> dict[str, Any]:
 def test_the_mean_over_a_sample_is_over_all_its_rows_by_hand() -> None:
     """A sample of 1 + 3 tokens and one of 2: each has half of the mean, whatever its rows are."""
     one = split_record(make_record(sample_id=0, num_sampled=4), [1, 3])
-    other = make_record(sample_id=1, num_sampled=2)
-    given = [*train_rows(one, 1.0), *train_rows(other, -2.0)]
+    other = make_record(sample_id=1, num_sampled=2, reward=0.0)
+    given = [*train_rows(one), *train_rows(other)]
     settings = config(loss={"name": "reinforce", "aggregation": "seq-mean-token-mean"}, **with_turns())
     found = outcome(settings, ranks=2, micro_batch_rows=1, given=given)
     # d/dlogp of -A logp / T_i / N.
-    expected = {0: [-1 / 4 / 2], ROW_STEP: [-1 / 4 / 2] * 3, 1: [2 / 2 / 2] * 2}
+    expected = {0: [-1 / 4 / 2], ROW_STEP: [-1 / 4 / 2] * 3, 1: [0.5 / 2 / 2] * 2}
     assert found["gradients"].keys() == expected.keys()
     for number, values in expected.items():
         assert found["gradients"][number].tolist() == pytest.approx(values)
@@ -142,7 +142,7 @@ def test_a_recorded_update_of_several_rows_is_judged_with_their_denominators(tmp
     shares = plan_step(cut(rows()), seed=0, step=1, minibatches=1, data_size=2, micro_batch_rows=1)
     kept = []
     for rank, [mini] in enumerate(shares):
-        batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
+        batches = [valued(micro.rows) for micro in mini.micro_batches]
         kept += batches
         scores = [Scores(anchor_logprobs(batch)) for batch in batches]
         part = Anchored(mini, batches, scores, [Native()] * len(batches))
@@ -163,7 +163,7 @@ def test_a_recorded_update_of_several_rows_is_judged_with_their_denominators(tmp
 
 def test_what_whole_samples_wrote_has_no_denominators(tmp_path: Any) -> None:
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)
-    batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
+    batches = [valued(micro.rows) for micro in mini.micro_batches]
     part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
     update: ScoredUpdate = _scored(part, {i: Scores(current_logprobs(batch)) for i, batch in enumerate(batches)})
     write_scores(tmp_path, 1, [update], data_rank=0, data_size=1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from moe_trm import corrections, diagnostics
-from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Evidence
 from moe_trm.errors import ConfigError
@@ -26,6 +25,7 @@ from moe_trm.step.score_recorder import ScoreRecorder
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
 from moe_trm.whatif.judge import Candidate, judge
 from routing.replay import Native
+from tests.unit.advantages import valued
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
@@ -47,8 +47,8 @@ def config(behavior: str | None, **sections: Any) -> Config:
 
 def stale(settings: Config) -> Anchored:
     """One row of age 1."""
-    rows = (TrainRow(make_record(num_sampled=4, version=0), 1.0),)
-    batch = collate(MicroBatch(rows), keep_mask=False)
+    rows = (TrainRow(make_record(num_sampled=4, version=0)),)
+    batch = valued(rows)
     rollout = torch.where(batch.mask, math.log(ROLLOUT), 0.0)
     batch = replace(batch, rollout_logprobs=rollout)
     recovery = settings.pipeline.recovery

@@ -12,6 +12,7 @@ from moe_trm.config.schema import Config
 from moe_trm.probe.rounding_shares import roundings
 from moe_trm.sync.norm_noise import NormNoise
 from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
+from tests.unit.sections import sections_of
 
 NOISE = NormNoise(0.01, 0.0001, stages=3, steps=40, seed=7)
 INPUT, POST = (f"model.layers.3.{name}_layernorm.weight" for name in ("input", "post_attention"))
@@ -83,18 +84,34 @@ def config(**rollout: object) -> Config:
 
 
 def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
-    assert rounding_of(config(norm_noise_stages=3)).noise == NOISE
-    assert rounding_of(config(norm_noise=0.0)).noise is None
+    assert rounding_of(*sections_of(config(norm_noise_stages=3), "rollout", "train", "seed")).noise == NOISE
+    assert rounding_of(*sections_of(config(norm_noise=0.0), "rollout", "train", "seed")).noise is None
     learner = config().learner.model_copy(update={"round_like_rollout": True})
-    assert computes_in(config().model_copy(update={"learner": learner})) == Rounding("bfloat16")
+    assert computes_in(
+        *sections_of(config().model_copy(update={"learner": learner}), "learner", "rollout", "train", "seed")
+    ) == Rounding("bfloat16")
     # What nobody repeats is not called rounding.
     assert not roundings(config(fake_quantization="int8"))
 
 
 def test_it_is_told_that_the_rollout_is_a_policy_of_its_own() -> None:
-    said = "\n".join(surprises(config()))
+    said = "\n".join(surprises(*sections_of(config(), "learner", "rollout", "replay", "probe", "correction")))
     assert "a behaviour policy of its own" in said
     assert "without a correction" in said
-    assert not [text for text in surprises(config(norm_noise=0.0)) if "noise" in text]
-    [idle] = [text for text in surprises(config(norm_noise=0.0, norm_noise_stages=3)) if "noise" in text]
+    assert not [
+        text
+        for text in surprises(
+            *sections_of(config(norm_noise=0.0), "learner", "rollout", "replay", "probe", "correction")
+        )
+        if "noise" in text
+    ]
+    [idle] = [
+        text
+        for text in surprises(
+            *sections_of(
+                config(norm_noise=0.0, norm_noise_stages=3), "learner", "rollout", "replay", "probe", "correction"
+            )
+        )
+        if "noise" in text
+    ]
     assert "rollout.norm_noise_stages has no effect" in idle

@@ -15,6 +15,7 @@ from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tensors import tensor_names
 from moe_trm.models.tiny.families import COMMON
 from moe_trm.probe.rounding_shares import roundings
+from tests.unit.sections import sections_of
 
 LAYERS = 2
 
@@ -126,7 +127,7 @@ def test_idle_settings_and_what_is_not_measured() -> None:
     assert roundings(config({"rank": 0}))
     assert not roundings(config({}))
     assert any("probe/cast_k3_kl" in line for line in rules.warnings(config({})))
-    assert not list(lora_rules.surprises(config({}, dtype="bfloat16")))
+    assert not list(lora_rules.surprises(*sections_of(config({}, dtype="bfloat16"), "learner", "rollout", "probe")))
 
 
 def test_adapters_choose_megatrons_own_layers() -> None:

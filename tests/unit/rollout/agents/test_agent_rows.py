@@ -19,6 +19,7 @@ from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.runtime import wire
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import RolloutRecord, SampledTurn, SamplingParams, TrainBatch, TrainRow
+from tests.unit.advantages import of_step
 from tests.unit.recording.test_bundle import assert_same
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, prompt, sampler, speak
@@ -101,6 +102,7 @@ def test_one_step_and_its_repetition_from_the_recording(rows: AgentRows, tmp_pat
     assert metrics["ledger/trained"] == 4
     assert (metrics["agent/left_out_tokens"] > 2 * answer) == (rows == "last")
     # The baseline is of the batch, over samples weighed by all their tokens.
+    advantages = of_step(batches, settings)
     rewards = {0: 1.0, 1: 1.0, 2: 0.0, 3: 0.0}
     tokens = np.array([lengths[number] for number in range(4)])
     mean = sum(rewards[n] * lengths[n] for n in range(4)) / tokens.sum()
@@ -108,7 +110,7 @@ def test_one_step_and_its_repetition_from_the_recording(rows: AgentRows, tmp_pat
     for row in found:
         number = row.record.sample_id
         assert row.record.reward == rewards[number]
-        assert row.advantage == pytest.approx((rewards[number] - mean) / std, rel=1e-6)
+        np.testing.assert_allclose(advantages[row.record.row_id], (rewards[number] - mean) / std, rtol=1e-6)
         assert row.sample_tokens == (lengths[number] if own[number] > 1 else None)
         assert {turn.row for turn in row.record.session} - {-1} == set(range(own[number]))
         assert row.record.routes is not None
@@ -186,12 +188,14 @@ def test_a_group_that_is_trained_again_brings_every_row_with_the_weight_of_its_d
         tokens = np.array([sum(row.record.num_sampled for row in own) for own in found.values()])
         mean = (rewards * tokens).sum() / tokens.sum()
         std = np.sqrt((tokens * (rewards - mean) ** 2).sum() / (tokens.sum() - 1))
-        metrics = batches[0].metrics
+        metrics, advantages = batches[0].metrics, of_step(batches, settings)
         for number, own in found.items():
             uses[number] += 1
             assert [row.record.row for row in own] == list(range(len(own)))
             assert {row.weight for row in own} == {metrics["reuse/weight_max"] if number in again else 1.0}
-            assert [row.advantage for row in own] == pytest.approx([(own[0].record.reward - mean) / std] * len(own))
+            for row in own:
+                value = (own[0].record.reward - mean) / std
+                np.testing.assert_allclose(advantages[row.record.row_id], value, rtol=1e-6)
             for row, before in zip(own, first.get(number, own), strict=True):
                 assert_same(row.record, before.record)
                 assert row.sample_tokens == before.sample_tokens

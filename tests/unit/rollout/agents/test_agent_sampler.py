@@ -28,6 +28,7 @@ from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.unit.rollout.agents import parsers
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.templates import tokens_of
+from tests.unit.sections import sections_of
 
 TOKENS = tokens_of("chatml")
 PARAMS = SamplingParams(temperature=0.8, top_k=400, max_new_tokens=40, stop_token_ids=TOKENS.stop_token_ids)
@@ -271,10 +272,15 @@ def test_a_port_that_is_taken_is_refused_at_launch() -> None:
 def test_settings_of_an_agent_are_checked() -> None:
     base = Config.model_validate({"model": {"checkpoint": "unused"}})
     both = base.rollout.model_copy(update={"agent": "a.py:run", "function": "b.py:run"})
-    problems = refusals(base.model_copy(update={"rollout": both}))
+    problems = refusals(*sections_of(base.model_copy(update={"rollout": both}), "task", "rollout", "train", "eval"))
     assert "rollout.agent" in [problem.key for problem in problems]
     wrong = base.rollout.model_copy(update={"agent": "a.py"})
-    assert "rollout.agent" in [problem.key for problem in refusals(base.model_copy(update={"rollout": wrong}))]
+    assert "rollout.agent" in [
+        problem.key
+        for problem in refusals(
+            *sections_of(base.model_copy(update={"rollout": wrong}), "task", "rollout", "train", "eval")
+        )
+    ]
     idle = list(idle_settings(Config.model_validate({"model": {"checkpoint": "u"}, "agent": {"port": 3}})))
     assert idle == ["agent.port has no effect: rollout.agent is not set"]
 

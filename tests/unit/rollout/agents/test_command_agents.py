@@ -28,6 +28,7 @@ from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.types import RolloutRecord
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, prompt, speak
+from tests.unit.sections import sections_of
 
 AGENT = """
 import json, os, signal, sys, time, urllib.request
@@ -251,11 +252,14 @@ def test_the_setting_is_a_function_or_a_command_line() -> None:
 
     command = config(rollout={"agent": ["python", "my_agent.py"]}, agent={"max_commands": 3})
     assert command.rollout.has_turns
-    assert refusals(command) == []
+    assert refusals(command.task, command.rollout, command.train, command.eval) == []
     assert list(idle_settings(command)) == []
     assert isinstance(agent_host(command), CommandHost)
     assert isinstance(agent_host(config(rollout={"agent": "a.py:run"})), FunctionHost)
     for wrong in ([], ["python", ""], "python my_agent.py"):
-        assert [problem.key for problem in refusals(config(rollout={"agent": wrong}))] == ["rollout.agent"]
+        assert [
+            problem.key
+            for problem in refusals(*sections_of(config(rollout={"agent": wrong}), "task", "rollout", "train", "eval"))
+        ] == ["rollout.agent"]
     idle = list(idle_settings(config(rollout={"agent": "a.py:run"}, agent={"max_output_bytes": 3})))
     assert idle == ["agent.max_output_bytes has no effect: rollout.agent is no command line"]

@@ -17,11 +17,12 @@ import pytest
 from moe_trm.errors import ControllerError, EngineError, RecordRejected
 from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.intake import process as process_module
-from moe_trm.rollout.intake.messages import Hello, Question
+from moe_trm.rollout.intake.messages import Hello
 from moe_trm.rollout.intake.pool import IntakePool
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.question import Question, Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.tasks.rewards import written_text
@@ -38,12 +39,12 @@ PARAMS = SamplingParams(max_new_tokens=16, stop_token_ids=(2,), top_k=8)
 PROMPTS = [Prompt(f"p{number}", (1, 3, number // VOCAB, number % VOCAB)) for number in range(2 * VOCAB)]
 
 
-async def engine_of(tmp_path: Path, url: str, processes: int, **sections: Any) -> SglangEngine:
+async def engine_of(tmp_path: Path, url: str, processes: int, **sections: Any) -> ServerEngine:
     rollout = {
         "url": url, "max_attempts": 1, "timeout_s": 200.0, "intake_processes": processes, **sections.pop("rollout", {}),
     }  # fmt: skip
     defaults: dict[str, Any] = {"sampling_mask": {"mode": "keep"}, "replay": {"mode": "R3"}, "sync": {"verify": False}}
-    engine = SglangEngine(config(tmp_path, HF, rollout=rollout, **defaults | sections), "k")
+    engine = ServerEngine(config(tmp_path, HF, rollout=rollout, **defaults | sections), "k")
     engine._fleet.servers[0].version = engine._fleet._version = 0
     return engine
 
@@ -70,7 +71,7 @@ def plain(outcome: object) -> object:
     return [bytes(frame) for frame in wire.encode(outcome)]
 
 
-async def sampled(engine: SglangEngine, prompts: list[Prompt]) -> list[RolloutRecord | BaseException]:
+async def sampled(engine: ServerEngine, prompts: list[Prompt]) -> list[RolloutRecord | BaseException]:
     return await asyncio.gather(
         *(engine.generate(prompt, PARAMS, sample_id=i, group_id=i // 4) for i, prompt in enumerate(prompts)),
         return_exceptions=True,
@@ -143,7 +144,7 @@ def test_errors_of_servers_reach_the_fleet_as_they_are(tmp_path: Path) -> None:
             assert all(isinstance(record, RolloutRecord) for record in records)
             assert engine.metrics()["rollout/reissued"] == 2
             assert engine._intake is not None
-            question = Question({"input_ids": [1, 20]}, Wanted(routes=False, mask=False))
+            question = Question((1, 20), SamplingParams(), Wanted(routes=False, mask=False))
             for url, text in ((server.url + "/nowhere", "HTTP 404"), ("http://127.0.0.1:9", "not reachable")):
                 with pytest.raises(EngineError, match=text):
                     await engine._intake.ask(url, question)
@@ -278,13 +279,13 @@ def test_nobody_waits_for_an_answer_that_was_given_up(tmp_path: Path) -> None:
 def test_a_process_that_cannot_start_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         model = ServedModel.from_config(HF)
-        pool = IntakePool(2, Hello(model, None, 1.0, 1, tokenizer=str(tmp_path / "nowhere")))
+        pool = IntakePool(2, Hello(SglangBackend.answers, model, None, 1.0, 1, tokenizer=str(tmp_path / "nowhere")))
         try:
             with pytest.raises(ControllerError, match="did not start") as caught:
                 await pool.start()
             assert caught.value.may_pass
             with pytest.raises(ControllerError, match="did not start"):
-                await pool.ask("http://127.0.0.1:9", Question({}, Wanted(routes=False, mask=False)))
+                await pool.ask("http://127.0.0.1:9", Question((), SamplingParams(), Wanted(routes=False, mask=False)))
         finally:
             await pool.close()
 

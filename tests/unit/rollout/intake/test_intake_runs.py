@@ -18,8 +18,8 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.service import ControllerService, Start
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.sync.manifest import WeightPush
@@ -76,7 +76,7 @@ class Run:
 
 async def run_steps(config: Config, steps: range, state: Mapping[str, Any] | None, *, kill: bool = False) -> Run:
     """The learner's side of `steps`: a push after each. `kill`: processes die at random meanwhile."""
-    engine, chance = SglangEngine(config, "k"), random.Random(0)
+    engine, chance = ServerEngine(config, "k"), random.Random(0)
     controller = RolloutController(config, engine, Prompts(), PARAMS)
     killer = asyncio.ensure_future(_kill_some(engine, chance)) if kill else None
     run = Run()
@@ -95,7 +95,7 @@ async def run_steps(config: Config, steps: range, state: Mapping[str, Any] | Non
         await controller.close()
 
 
-async def _kill_some(engine: SglangEngine, chance: random.Random) -> None:
+async def _kill_some(engine: ServerEngine, chance: random.Random) -> None:
     pool = engine._intake
     assert pool is not None
     kills = 0
@@ -186,7 +186,7 @@ def serving(config: Config, endpoint: str) -> Iterator[None]:
     """A controller service with real intake processes, in a thread."""
 
     async def serve() -> None:
-        controller = RolloutController(config, SglangEngine(config, "k"), Prompts(), PARAMS)
+        controller = RolloutController(config, ServerEngine(config, "k"), Prompts(), PARAMS)
         await controller.load_weights(WeightPush(0, config.model.checkpoint, ()))
         await ControllerService(controller, Start(endpoint, "key", {}, None), "").serve()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe_trm.errors import EngineLost
 from moe_trm.rollout.intake.exchange import Exchange
 from moe_trm.rollout.intake.receiving import Reception, Room
-from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError
+from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError
 from tests.unit.rollout.local_app import LocalApp
 
 

@@ -14,8 +14,8 @@ import logging
 from typing import Any
 
 from moe_trm.errors import EngineLost
-from moe_trm.rollout.sglang.endpoint import Endpoint
-from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.servers.endpoint import Endpoint
+from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 
 POLL_S = 0.05
 """Pause between two looks at what the router made of an order, which it only queues."""

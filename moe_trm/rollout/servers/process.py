@@ -1,11 +1,10 @@
-"""Starts and stops one stock SGLang server as a child process."""
+"""Starts and stops one rollout server as a child process: the command line is the engine's (`ServerBackend.launch`)."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,13 +19,10 @@ import torch
 
 from moe_trm.config.choices import server_device
 from moe_trm.config.schema import Config, ServerConfig
-from moe_trm.errors import CheckpointError, ConfigError, EngineError, RunError
-from moe_trm.models.hf_config import read_hf_config
-from moe_trm.models.registry import find_family
-from moe_trm.rollout.sglang.environment import child_environment
-from moe_trm.rollout.sglang.last_words import last_words
-from moe_trm.rollout.sglang.port import held_port
-from moe_trm.rollout.sglang.served_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
+from moe_trm.errors import CheckpointError, EngineError, RunError
+from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
+from moe_trm.rollout.servers.last_words import last_words
+from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline
 from moe_trm.runtime.warm import WarmProcess
 
@@ -51,7 +47,8 @@ class Server:
     """A running server: its address, its key, and its process group.
 
     The group is stopped as a whole, at the latest when this process ends. `log_begin` is the size of the log at its
-    start: what is before that, others wrote.
+    start: what is before that, others wrote. `backend` is the engine's, and `grace_s` the time in which it may end by
+    itself.
     """
 
     url: str
@@ -60,7 +57,18 @@ class Server:
     process: Process
     log_pump: threading.Thread
     lifeline: Lifeline
+    backend: ServerBackend
+    grace_s: float = 0.0
     log_begin: int = 0
+
+    def answers(self, path: str, timeout_s: float) -> bool:
+        """True when a GET with the key succeeds."""
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.api_key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
 
     def poll(self) -> int | None:
         """Exit status of the server, None while it runs."""
@@ -101,15 +109,15 @@ def start_server(
     """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
 
     Args:
-        config: only `model`, `rollout.server`, `sampling_mask` and `seed` are read.
+        config: `model` and `rollout` are read, and what the engine's `ServerBackend.launch` reads.
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
         cancelled: stop waiting, and end the server, once this is set.
-        warm: address of a process that has imported SGLang and forks the server while it lives (`rollout.sglang.warm`).
+        warm: address of a process that has imported the engine, and forks the server while it lives.
 
     Raises:
-        CheckpointError: the checkpoint folder does not exist, or its weights are in an unknown form.
-        ConfigError: what is not known to work with quantised weights.
+        CheckpointError: the checkpoint folder does not exist, or the engine does not know its weights.
+        ConfigError: settings or weights that the engine cannot serve.
         EngineError: the port is taken, the server died while starting, or it was not ready within `startup_timeout_s`.
     """
     checkpoint = Path(config.model.checkpoint).resolve()
@@ -120,21 +128,14 @@ def start_server(
             got=str(checkpoint),
             expected="a folder with config.json",
         )
-    check_quantised(config)
-    settings = config.rollout.server
+    backend, settings = backend_of(config.rollout.engine), config.rollout.server
+    backend.check(config)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    served = folder_to_serve(checkpoint, log_path.parent)
     with (
         held_port(settings.host, settings.port) as port,
-        tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret,
+        backend.launch(config, port, api_key, log_path.parent) as launch,
     ):
-        # A file only this user can read: arguments are visible to everyone on the machine.
-        secret.write(f'api-key: "{api_key}"\n')
-        secret.flush()
-        command = launch_command(config, served, port, config_file=secret.name)
-        command += RANDOM_WEIGHTS if served != checkpoint else ()
-        environment = child_environment(os.environ, on_cpu(settings))
-        server = _spawn(command, environment, settings.host, port, log_path, api_key, warm)
+        server = _spawn(launch, backend, settings.host, port, log_path, api_key, warm)
         try:
             _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
         except BaseException:
@@ -148,63 +149,9 @@ def on_cpu(settings: ServerConfig) -> bool:
     return server_device(settings, cuda=torch.cuda.is_available())[0] == "cpu"
 
 
-def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:
-    """The complete command line of the server. Raises `ConfigError` for what its device cannot do."""
-    settings = config.rollout.server
-    if settings.deterministic and on_cpu(settings):
-        raise ConfigError(
-            "SGLang's deterministic kernels need CUDA",
-            where="rollout.server.deterministic",
-            got="true on a CPU",
-            expected="false, or a CUDA device",
-            fix="set rollout.server.deterministic=false; rollout.server.dtype=float32 leaves the least rounding here",
-        )
-    options = {
-        "--config": config_file,
-        "--model-path": str(checkpoint),
-        "--host": settings.host,
-        "--port": port,
-        "--dtype": settings.dtype,
-        "--tp-size": settings.tensor_parallel,
-        "--max-total-tokens": settings.max_total_tokens,
-        "--max-running-requests": settings.max_running_requests,
-        "--chunked-prefill-size": settings.chunked_prefill_size,
-        "--random-seed": config.seed,
-        # A line for every answer takes the server longer than to read its request.
-        "--log-level-http": "warning",
-    }
-    flags = ["--enable-return-routed-experts"]
-    flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
-    flags += ["--enable-deterministic-inference"] if settings.deterministic else []
-    if on_cpu(settings):
-        options |= {
-            "--device": "cpu",
-            "--attention-backend": "torch_native",
-            "--sampling-backend": "pytorch",
-            "--cuda-graph-backend-decode": "disabled",
-            "--cuda-graph-backend-prefill": "disabled",
-            # The KV cache is sized by --max-total-tokens; this fraction only has to leave room for it.
-            "--mem-fraction-static": 0.1,
-        }
-        if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
-            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu,
-            # which wants one cache for all layers.
-            options["--attention-backend"] = "triton"
-            flags.append("--disable-hybrid-swa-memory")
-        # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
-        # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
-        flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]
-    elif config.rollout.colocate:
-        flags += ["--enable-memory-saver"]
-    if config.rollout.quantization is not None:
-        options["--quantization"] = config.rollout.quantization
-    arguments = [str(part) for pair in options.items() for part in pair]
-    return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]
-
-
 def _spawn(
-    command: list[str],
-    environment: dict[str, str],
+    launch: Launch,
+    backend: ServerBackend,
     host: str,
     port: int,
     log_path: Path,
@@ -217,7 +164,7 @@ def _spawn(
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
         written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
-    process = _begin(command, environment, written, warm)
+    process = _begin(launch, written, warm)
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
@@ -227,22 +174,28 @@ def _spawn(
     )
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
-    return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline, log_begin)
+    url = f"http://{address}:{port}"
+    return Server(url, api_key, log_path, process, pump, lifeline, backend, launch.grace_s, log_begin)
 
 
-def _begin(command: list[str], environment: dict[str, str], written: int, warm: str | None) -> Process:
+def _begin(launch: Launch, written: int, warm: str | None) -> Process:
     """The process, with no input and this output; a fork of the warm process while that lives."""
     with open(os.devnull, "rb") as nothing:
         if warm is not None:
             with suppress(RunError):
-                return WarmProcess(warm, command[1:], environment, (nothing.fileno(), written, written))
+                return WarmProcess(warm, launch.command[1:], launch.environment, (nothing.fileno(), written, written))
         return subprocess.Popen(
-            command, env=environment, stdin=nothing, stdout=written, stderr=written, start_new_session=True
+            launch.command,
+            env=launch.environment,
+            stdin=nothing,
+            stdout=written,
+            stderr=written,
+            start_new_session=True,
         )
 
 
 def _pump(process: Process, source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
-    """Copy the server's output to the log without the key, which SGLang prints among its arguments.
+    """Copy the server's output to the log without the key, which an engine may print among its arguments.
 
     Args:
         process: the server; the copy ends after it.
@@ -276,10 +229,10 @@ def _wait_until_ready(server: Server, timeout_s: float, cancelled: threading.Eve
                 f"the rollout server died while starting ({_ended(status)})",
                 where=str(server.log_path),
                 got=server.last_words(),
-                expected="a server that answers /health",
+                expected=f"a server that answers {server.backend.health_path}",
                 fix="Mend what it says; the whole log and every argument of the server are in the file above.",
             )
-        if _answers(f"{server.url}/health"):
+        if server.answers(server.backend.health_path, timeout_s=5.0):
             return
         if cancelled.wait(POLL_S):
             raise EngineError("the rollout server was not needed any more", where=str(server.log_path))
@@ -287,7 +240,7 @@ def _wait_until_ready(server: Server, timeout_s: float, cancelled: threading.Eve
         "the rollout server did not become ready",
         where=str(server.log_path),
         got=server.last_words(),
-        expected=f"an answer on {server.url}/health within {timeout_s:g} s",
+        expected=f"an answer on {server.url}{server.backend.health_path} within {timeout_s:g} s",
         fix="Raise rollout.server.startup_timeout_s if the model is large; else the log tells why.",
     )
 
@@ -298,14 +251,6 @@ def _ended(status: int) -> str:
         return f"exit status {status}"
     name = signal.Signals(-status).name
     return f"ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5.0) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _group_is_gone(leader: Process, patience_s: float) -> bool:

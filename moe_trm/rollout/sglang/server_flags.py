@@ -1,4 +1,4 @@
-"""Arguments of SGLang that `rollout.server.extra_args` must not have, and why.
+"""Arguments of SGLang that `rollout.server.extra_args` must not have, and why: its rules between settings.
 
 They come last on the server's command line, so they would replace what the launcher sets, without a word. SGLang takes
 a unique beginning of an argument for the whole, so beginnings are refused too.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from moe_trm.config.choices import wants_routes
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import RolloutConfig
+from moe_trm.config.schema import Config, RolloutConfig
+from moe_trm.rollout.sglang.route_defects import defects_asked_for
 
 KEY = "rollout.server.extra_args"
 
@@ -50,10 +52,15 @@ BREAKS: Mapping[str, str] = MappingProxyType(
 """Arguments with which the records would be incomplete, or would not say what happened."""
 
 
-def refusals(rollout: RolloutConfig) -> Iterator[Problem]:
-    """Arguments that replace what a run relies on; none where no server is started."""
-    if not rollout.starts_server:
-        return
+def refusals(config: Config) -> Iterator[Problem]:
+    """Arguments with which a run would not have what it relies on; none where no server is started."""
+    if config.rollout.starts_server:
+        yield from _flags(config.rollout)
+        if wants_routes(config):
+            yield from _routes(config.rollout)
+
+
+def _flags(rollout: RolloutConfig) -> Iterator[Problem]:
     for argument in rollout.server.extra_args:
         name = argument.partition("=")[0]
         known = name if name in SETTINGS or name in BREAKS else _meant(name)
@@ -66,6 +73,18 @@ def refusals(rollout: RolloutConfig) -> Iterator[Problem]:
             )
         elif known in BREAKS:
             yield Problem(KEY, f"with this argument {BREAKS[known]}", got=argument, expected="no such argument")
+
+
+def _routes(rollout: RolloutConfig) -> Iterator[Problem]:
+    """Options with which the server's routes would be wrong."""
+    for defect, words in defects_asked_for(rollout.server.extra_args):
+        yield Problem(
+            KEY,
+            f"the server's routes would be wrong: {defect.what} ({defect.source})",
+            got=words,
+            expected="a command line without it",
+            fix="leave it out, or do without routes: replay.mode=none or R2, and probe.every=0",
+        )
 
 
 def _meant(name: str) -> str:

@@ -1,44 +1,42 @@
-"""The rollout engine that is one or several real SGLang servers, driven over HTTP."""
+"""The rollout engine that is one or several servers, driven over HTTP.
+
+Which engine they run is the business of its `ServerBackend`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from moe_trm.config.choices import wants_routes
-from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
-from moe_trm.errors import EngineError, RecordRejected, SyncError
-from moe_trm.rollout.intake.messages import Hello, Question, Whole
+from moe_trm.errors import RecordRejected, SyncError
+from moe_trm.rollout.intake.messages import Hello, Whole
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
+from moe_trm.rollout.servers.backend import Requirements, backend_of
+from moe_trm.rollout.servers.continuation import continued, settled
+from moe_trm.rollout.servers.fleet import REISSUES, Fleet
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import Question, Wanted
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
+from moe_trm.rollout.servers.seeds import Seeds
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.broadcast import DistributedPush
-from moe_trm.rollout.sglang.checks import ServerCheck
-from moe_trm.rollout.sglang.continuation import continued, settled
-from moe_trm.rollout.sglang.disk_load import load_folder, num_bytes, verified_checksums
-from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.reader import Reader
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
-from moe_trm.rollout.sglang.seeds import Seeds
-from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.rollout.sglang.together import Received
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
+from moe_trm.sync.tensors import num_bytes
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
 KEPT_PUSH_BYTES = 1 << 30
 """Largest push for which the servers keep samples while they load it: the load counts to `rollout.timeout_s`."""
 
 
-class SglangEngine:
+class ServerEngine:
     """`RolloutEngine` over HTTP: one request per answer, or several where weight pushes interrupt it; many in flight.
 
     Args:
@@ -47,12 +45,12 @@ class SglangEngine:
 
     Raises:
         CheckpointError: `model.checkpoint` cannot be read.
+        ConfigError: `rollout.engine` has no `ServerBackend`.
     """
-
-    traits = ENGINES["sglang"]
 
     def __init__(self, config: Config, api_key: str | None) -> None:
         rollout, server = config.rollout, config.rollout.server
+        self._backend, self.traits = backend_of(rollout.engine), rollout.traits
         self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
         self._wanted = Wanted(
             routes=wants_routes(config),
@@ -61,19 +59,12 @@ class SglangEngine:
             missing=config.replay.missing,
             partial=config.pipeline.partial == "interrupt",
         )
-        self._reader = Reader(self._model)
-        self._dtype, self._verify = server.dtype, config.sync.verify
-        self._check = ServerCheck(
-            self._model,
-            self._wanted,
-            self.generate_request,
-            temperature=rollout.temperature,
-            dtype=server.dtype,
-            verify=config.sync.verify,
-            startup_timeout_s=server.startup_timeout_s,
-            quantization=rollout.quantization,
-            wait_s=server.wait_s,
+        self._client = self._backend.client(
+            Requirements(
+                self._model, self._wanted, rollout.temperature, server.dtype, config.sync.verify, rollout.quantization
+            )
         )
+        self._verify, self._patience_s = config.sync.verify, (server.startup_timeout_s, server.wait_s)
 
         def connect(url: str) -> EngineHttp:
             return EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts)
@@ -81,19 +72,19 @@ class SglangEngine:
         self._router = Router(connect(rollout.router), api_key) if rollout.router else None
         endpoint = self._router.endpoint if self._router is not None else None
         self._fleet = Fleet(
-            [RemoteServer(connect(url), endpoint) for url in rollout.addresses],
+            [RemoteServer(connect(url), self._backend, endpoint) for url in rollout.addresses],
             self._load,
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
             router=self._router,
             rolling=config.pipeline.rolling_push,
         )
-        hello = Hello(self._model, api_key, rollout.timeout_s, rollout.max_attempts)
+        hello = Hello(
+            self._backend.answers or rollout.engine, self._model, api_key, rollout.timeout_s, rollout.max_attempts
+        )
         self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None
         self._slots = asyncio.Semaphore(rollout.concurrency)
-        self._device = "cpu"
         self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None
-        self._broadcast: DistributedPush | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
         self._seeds = Seeds(config.seed if server.deterministic else None)
@@ -105,13 +96,12 @@ class SglangEngine:
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured. Raises `EngineError`."""
-        devices = await asyncio.gather(*(self._check.run(server.http) for server in self._fleet.servers))
-        if len(set(devices)) > 1:
-            raise EngineError("the rollout servers compute on different devices", got=devices, expected="one kind")
-        self._device = devices[0]
+        servers = self._fleet.servers
+        await asyncio.gather(*(server.started(*self._patience_s) for server in servers))
+        await asyncio.gather(*(self._client.check(server.http) for server in servers))
         if self._router is not None:
-            await self._router.choose_among(frozenset(server.http.url for server in self._fleet.servers), every=True)
-            await self._check.through(self._router.endpoint.http)
+            await self._router.choose_among(frozenset(server.http.url for server in servers), every=True)
+            await self._client.check_router(self._router.endpoint.http)
         if self._intake is not None:
             await self._intake.start()
         self._fleet.start()
@@ -129,7 +119,7 @@ class SglangEngine:
         """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
         keep_changed = self._wanted.missing == "native"
         params = _seeded(params, self._seeds.of_sample(sample_id))
-        whole = Whole(sample_id, group_id, prompt.prompt_id, params, keep_changed)
+        whole = Whole(sample_id, group_id, prompt.prompt_id, keep_changed)
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
             reading = await self._sampled(prompt.token_ids, params, whole=whole)
@@ -160,7 +150,6 @@ class SglangEngine:
         whole: Whole | None = None,
     ) -> Reading:
         """The turn after `context`; its record, where an intake process could make that of the first answer."""
-        wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
         params = params if params.seed is not None else _seeded(params, self._seeds.next())
         so_far: SampledTurn | None = None
         refused = RecordRejected("aborted", "the engine aborted the request every time it was asked")
@@ -169,18 +158,15 @@ class SglangEngine:
             first_row = start if so_far is None else len(tokens) - 1
             left = params.max_new_tokens - len(tokens) + len(context)
             asked = params if so_far is None else replace(params, max_new_tokens=left)
-            request = self.generate_request(tokens, asked, bare=bare)
-            if first_row and "return_routed_experts" in request:
-                request["routed_experts_start_len"] = first_row
-            question = Question(request, wanted, first_row, whole if so_far is None else None)
+            question = self.question(tokens, asked, start=first_row, bare=bare)
             try:
-                reading = await self._read(question)
+                reading = await self._read(question, whole if so_far is None else None)
             except RecordRejected as rejection:
                 self._retracted += rejection.reason == "retracted"
                 unknown = rejection.reason == "version_unknown" and self._push is not None
                 if unknown:
                     await self._fleet.fence_restarted()
-                elif not (rejection.reason == "aborted" and wanted.partial):  # before its first token
+                elif not (rejection.reason == "aborted" and self._wanted.partial):  # before its first token
                     raise
                 refused = rejection
                 continue
@@ -192,17 +178,22 @@ class SglangEngine:
                 return Reading(so_far, so_far.retracted)
         raise refused
 
-    async def _read(self, question: Question) -> Reading:
+    async def _read(self, question: Question, whole: Whole | None) -> Reading:
         """The checked answer to one request, read in an intake process or here."""
         intake = self._intake
         async with self._slots:
             if intake is not None:
-                return await self._fleet.ask_by(lambda http: intake.ask(http.url, question))
-            with self._reader.awaiting():
-                body = await self._fleet.ask(question.request)
-        received = Received(body, question.request["input_ids"], question.start)
-        turn = await self._reader.turn(received, question.wanted)
+                return await self._fleet.ask_by(lambda http: intake.ask(http.url, question, whole))
+            body = await self._fleet.ask(self._backend.request(question))
+        turn = self._backend.parse(body, question, self._model)
         return Reading(turn, turn.retracted)
+
+    def question(
+        self, token_ids: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> Question:
+        """One answer as this run asks for it; `start`, `bare`: see `RolloutEngine.turn`."""
+        wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
+        return Question(tuple(token_ids), params, wanted, start)
 
     def expect(self, version: int) -> None:
         """See `RolloutEngine.expect`."""
@@ -224,7 +215,7 @@ class SglangEngine:
                 await verifying  # damaged files are the cause of whatever a server says of them
 
     async def _verified(self, push: WeightPush) -> Mapping[str, str]:
-        return await asyncio.to_thread(verified_checksums, push, self._dtype, self._device)
+        return await asyncio.to_thread(self._client.verified, push)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
@@ -253,8 +244,7 @@ class SglangEngine:
 
     async def close(self) -> None:
         """Release connections and groups."""
-        if self._broadcast is not None:
-            await self._broadcast.close()
+        await self._client.close()
         await self._fleet.close()
         if self._intake is not None:
             await self._intake.close()
@@ -266,10 +256,10 @@ class SglangEngine:
             await self._receive(server, *self._shares)
         elif self._push is not None:
             push, expected = self._push
-            await load_folder(server.http, push, expected, self._keeping(server, push))
+            await self._client.load(server.http, push, expected, self._keeping(server, push))
             server.version = push.version
         await server.resume_memory("kv_cache")
-        await self._check.loaded(server.http)
+        await self._client.loaded(server.http)
 
     def _keeping(self, server: RemoteServer, push: WeightPush) -> AbstractContextManager[None]:
         small = sum(map(num_bytes, push.tensors)) <= KEPT_PUSH_BYTES
@@ -285,46 +275,8 @@ class SglangEngine:
                 fix="Start the run again from its last checkpoint; "
                 "with sync.method=disk a server that comes back is given its weights again.",
             )
-        if self._broadcast is None:
-            self._broadcast = DistributedPush(server.http, device=self._device)
-            await self._broadcast.join([share.meeting for share in shares])
-        await self._broadcast.load(version, shares, dtype=self._dtype, verify=self._verify)
+        await self._client.receive(server.http, version, shares)
         server.version = version
-
-    def generate_request(
-        self, token_ids: Sequence[int], params: SamplingParams, *, bare: bool = False
-    ) -> dict[str, object]:
-        """The JSON body of one sample, `bare`: without routes and masks.
-
-        The server refuses masks together with `n > 1`, hence one request each.
-        """
-        sampling: dict[str, object] = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "max_new_tokens": params.max_new_tokens,
-            "stop_token_ids": list(params.stop_token_ids),
-            **({} if params.seed is None else {"sampling_seed": params.seed}),
-        }
-        request: dict[str, object] = {
-            "input_ids": list(token_ids),
-            "sampling_params": sampling,
-            "return_logprob": True,
-        }
-        if params.stop_texts:
-            # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.
-            # For an expression it looks at as many as there are characters (0.5.23, `Req._stop_match_tail_len`).
-            sampling["stop_regex"] = [re.escape(text) for text in params.stop_texts]
-        if bare:
-            return request
-        if self._wanted.routes:
-            request["return_routed_experts"] = True
-        if self._wanted.mask:
-            request |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
-            if self._wanted.violation == "union":
-                request["top_logprobs_num"] = 1
-        return request
 
 
 def _seeded(params: SamplingParams, seed: int | None) -> SamplingParams:

@@ -19,10 +19,11 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
-from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.servers import process as supervisor
+from moe_trm.rollout.servers.port import held_port
+from moe_trm.rollout.servers.process import start_server
 from moe_trm.rollout.sglang.environment import child_environment
-from moe_trm.rollout.sglang.port import held_port
-from moe_trm.rollout.sglang.supervisor import launch_command, start_server
+from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.runtime.warm import WarmServer
 
 
@@ -218,10 +219,10 @@ def test_only_a_server_on_a_gpu_can_free_its_memory(tmp_path: Path, device: str,
 OWNER = """
 import os, sys
 from pathlib import Path
-from tests.unit.rollout.test_supervisor import config
-from moe_trm.rollout.sglang import supervisor
-from moe_trm.rollout.sglang.port import held_port
-from moe_trm.rollout.sglang.supervisor import start_server
+from tests.unit.rollout.test_server_process import config
+from moe_trm.rollout.servers import process as supervisor
+from moe_trm.rollout.servers.port import held_port
+from moe_trm.rollout.servers.process import start_server
 server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
 print("serving", flush=True)
 sys.stdin.read()

@@ -2,7 +2,7 @@
 
 A server that is late on a loaded machine is not lost: what counts is that its process does nothing while it is asked.
 A restarted server serves the checkpoint's weights without a version number. The controller notices this and gives it
-the newest push. It samples nothing from the server before the push is proved (`rollout.sglang.fleet`).
+the newest push. It samples nothing from the server before the push is proved (`fleet.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from pathlib import Path
 from types import TracebackType
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.supervisor import Server, on_cpu, start_server
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.runtime.activity import Activity, activity_of
 
 POLL_S = 0.5
@@ -27,10 +25,8 @@ LOOK_S = 5.0
 """Pause between two requests to the server."""
 LAST_ASK_S = 1.0
 """Time for the answer to the last question, once a silence is over."""
-GRACE_S = 3.0
-"""Time in which a server on GPUs may end by itself."""
 HEALTH_S = 30.0
-"""Longest wait for SGLang's own health check, which gives up after 20 s."""
+"""Longest wait for an engine's own health check; SGLang's gives up after 20 s."""
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +94,7 @@ class Watchdog:
     ) -> None:
         self._ending.set()
         self._thread.join()
-        # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
-        self._server.stop(grace_s=0.0 if on_cpu(self._settings) else GRACE_S)
+        self._server.stop(self._server.grace_s)
 
     def _watch(self) -> None:
         looked = well = time.monotonic()
@@ -130,7 +125,7 @@ class Watchdog:
         begun, before = time.monotonic(), self._activity()
         if self._speaks():
             self._spoke = True
-            if self._answers("/health", HEALTH_S):
+            if self._server.answers(self._server.backend.health_path, HEALTH_S):
                 return None, True
         elif self._ending.is_set():
             return None, False
@@ -144,15 +139,15 @@ class Watchdog:
         return (f"generated nothing for {stuck_s:.0f} s" if stuck_s > self._settings.hang_timeout_s else None), False
 
     def _speaks(self) -> bool:
-        """True when the server says in time which model it serves."""
+        """True when the server's process answers in time."""
         until = time.monotonic() + self._settings.silence_timeout_s
         while (left := until - time.monotonic()) > 0 and not self._death():
-            if self._answers("/model_info", left):
+            if self._server.answers(self._server.backend.alive_path, left):
                 return True
             if self._ending.wait(min(POLL_S, left)):
                 return False
         # Where the whole machine was paused, time has passed in which the server could not answer.
-        return self._answers("/model_info", LAST_ASK_S)
+        return self._server.answers(self._server.backend.alive_path, LAST_ASK_S)
 
     def _worked(self, before: Activity | None, seconds: float) -> bool:
         """True when the process that should have answered was busy meanwhile. Said once until it answers."""
@@ -169,14 +164,6 @@ class Watchdog:
             return activity_of(self._server.process.pid)
         except OSError:
             return None
-
-    def _answers(self, path: str, timeout_s: float) -> bool:
-        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self._api_key}"})
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def _start_again(self) -> None:
         self._server.stop(grace_s=0.0)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import library_config, read_hf_config
 from moe_trm.models.quantisation import quantisation_of
@@ -27,9 +27,9 @@ def has_plain_weights(checkpoint: Path) -> bool:
     return quantisation_of(read_hf_config(checkpoint), f"{checkpoint}/config.json") is None
 
 
-def check_quantised(config: Config) -> None:
+def check_quantised(rollout: RolloutConfig, model: ModelConfig) -> None:
     """Refuse what is not known to work with a quantised checkpoint. Raises `ConfigError`, `CheckpointError`."""
-    rollout, checkpoint = config.rollout, Path(config.model.checkpoint)
+    checkpoint = Path(model.checkpoint)
     if rollout.quantization is None or has_plain_weights(checkpoint):
         return
     raise ConfigError(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
-from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.endpoint import Endpoint, Post, T
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.errors import EngineError, EngineLost
+from moe_trm.rollout.servers.backend import ServerBackend
+from moe_trm.rollout.servers.endpoint import Endpoint, Post, T
+from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
 from moe_trm.types import ServerState
 
 MEMORY_TAGS = ("weights", "kv_cache")
 """Memory that a server can release, in the order in which it is taken back: weights first, then the cache."""
+SERVICE_UNAVAILABLE = 503
+POLL_S = 0.5
+"""Pause between two health checks of a server that is still starting."""
 ABORT_PAUSE_S = 0.2
 """Pause between two requests to abort: one that was on its way at the first is met by the second."""
 
@@ -20,10 +25,11 @@ class RemoteServer:
 
     Args:
         http: its own connection, for everything but samples.
+        backend: of its engine.
         endpoint: where its samples are asked for, if that is not the server itself.
 
     Attributes:
-        http: see above.
+        http, backend: see above.
         version: of the weights it was proved to serve; None before the first push.
         updating: it is being given weights, and takes no new samples.
         keeping: it is paused meanwhile, and keeps samples until the weights are proved.
@@ -32,8 +38,8 @@ class RemoteServer:
         released: its device memory is the learner's until it is given weights.
     """
 
-    def __init__(self, http: EngineHttp, endpoint: Endpoint | None = None) -> None:
-        self.http, self._endpoint = http, endpoint or Endpoint(http)
+    def __init__(self, http: EngineHttp, backend: ServerBackend, endpoint: Endpoint | None = None) -> None:
+        self.http, self.backend, self._endpoint = http, backend, endpoint or Endpoint(http)
         self.version: int | None = None
         self.updating = self.keeping = self.fenced = self.released = False
         self.why, self._fenced_at = "", 0.0
@@ -63,7 +69,7 @@ class RemoteServer:
         Returns when nothing is in flight.
         """
         while self._endpoint.in_flight:
-            await self.http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
+            await self.backend.abort(self.http)
             await self._endpoint.wait(ABORT_PAUSE_S)
 
     @property
@@ -93,30 +99,56 @@ class RemoteServer:
     async def release_memory(self) -> None:
         """Release the device memory of weights and cache, once nothing is in flight; their contents are lost."""
         await self.drained()
-        await self.http.post("/release_memory_occupation", {"tags": [*MEMORY_TAGS]})
+        await self.backend.release_memory(self.http, MEMORY_TAGS)
         self.released = True
 
     async def resume_memory(self, tag: str) -> None:
         """Take the memory of `weights` or `kv_cache` back, if it was released."""
         if self.released:
-            await self.http.post("/resume_memory_occupation", {"tags": [tag]})
+            await self.backend.resume_memory(self.http, tag)
             self.released = tag != MEMORY_TAGS[-1]
 
     async def alive(self, timeout_s: float) -> bool:
-        """True when its HTTP server answers.
+        """True when its process answers.
 
         It says nothing of the engine behind it, so it holds during a weight update too.
         """
         try:
-            await self.http.request("GET", "/model_info", timeout_s=timeout_s, attempts=1)
+            await self.http.request("GET", self.backend.alive_path, timeout_s=timeout_s, attempts=1)
         except EngineError:
             return False
         return True
 
+    async def label(self, timeout_s: float) -> str:
+        """The label of the weights that it serves. Raises `EngineError`."""
+        return await self.backend.version(self.http, timeout_s=timeout_s)
+
+    async def started(self, startup_timeout_s: float, wait_s: float) -> None:
+        """Return when it generates.
+
+        A server that refuses connections fails after the usual attempts, and after `wait_s`. One that answers 503 is
+        loading and gets `startup_timeout_s`. Raises `EngineError`.
+        """
+        begun = time.monotonic()
+        while True:
+            try:
+                await self.http.request("GET", self.backend.health_path)
+            except HttpStatusError as error:
+                if error.status != SERVICE_UNAVAILABLE or time.monotonic() > begun + startup_timeout_s:
+                    raise
+            except EngineSlow:
+                raise
+            except EngineLost:
+                if time.monotonic() >= begun + wait_s:
+                    raise
+            else:
+                return
+            await asyncio.sleep(POLL_S)
+
     async def generates(self, timeout_s: float) -> bool:
-        """True when the engine behind the endpoint makes tokens (SGLang's `/health`)."""
+        """True when the engine behind the process makes tokens."""
         try:
-            await self.http.request("GET", "/health", timeout_s=timeout_s, attempts=1)
+            await self.http.request("GET", self.backend.health_path, timeout_s=timeout_s, attempts=1)
         except EngineError:
             return False
         return True

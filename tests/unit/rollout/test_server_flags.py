@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.config.server_flags import BREAKS, SETTINGS, refusals
-from moe_trm.rollout.sglang.supervisor import launch_command
+from moe_trm.rollout.sglang.launch import launch_command
+from moe_trm.rollout.sglang.server_flags import BREAKS, SETTINGS, refusals
 
 MAY_DIFFER = {
     "--attention-backend",
@@ -33,7 +33,7 @@ def config(*arguments: str, **rollout: object) -> Config:
 
 @pytest.mark.parametrize("argument", [*SETTINGS, *BREAKS, "--dtype=float32", "--weight-v", "--random-se=3"])
 def test_what_a_run_relies_on_is_not_replaced(argument: str) -> None:
-    [problem] = refusals(config("--mem-fraction-static", "0.3", argument, "1").rollout)
+    [problem] = refusals(config("--mem-fraction-static", "0.3", argument, "1"))
     assert problem.got == argument
     assert problem.key == "rollout.server.extra_args"
     name = argument.partition("=")[0]
@@ -42,11 +42,11 @@ def test_what_a_run_relies_on_is_not_replaced(argument: str) -> None:
 
 @pytest.mark.parametrize("argument", ["--mem-fraction-static", "--weight-loader-disable-mmap", "--log-level", "0.3"])
 def test_other_arguments_are_let_through(argument: str) -> None:
-    assert not [*refusals(config(argument).rollout)]
+    assert not [*refusals(config(argument))]
 
 
 def test_a_server_that_somebody_else_starts_is_not_judged_by_them() -> None:
-    assert not [*refusals(config("--dtype", url="http://127.0.0.1:1").rollout)]
+    assert not [*refusals(config("--dtype", url="http://127.0.0.1:1"))]
 
 
 def test_every_argument_of_the_launcher_is_known(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from moe_trm.config import InvalidConfigError, load
-from moe_trm.config.route_defects import ROUTE_DEFECTS, defects_asked_for, defects_of
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.sglang.route_defects import ROUTE_DEFECTS, defects_asked_for, defects_of
 from tests.unit.rollout.local_app import LocalApp
 from tests.unit.rollout.test_sglang_engine import HF, config
 
@@ -142,7 +142,7 @@ def attach(info: dict[str, Any], tmp_path: Path, **sections: Any) -> EngineError
         app = Attached(info)
         await app.start()
         rollout = {"url": app.url, "max_attempts": 1, "timeout_s": 5.0}
-        engine = SglangEngine(config(tmp_path, rollout=rollout, **sections), "k")
+        engine = ServerEngine(config(tmp_path, rollout=rollout, **sections), "k")
         try:
             await engine.start()
         finally:

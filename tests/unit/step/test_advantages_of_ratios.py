@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from moe_trm.batch.advantages import opob
 from moe_trm.batch.collate import collate
+from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
 from moe_trm.batch.token_advantages import score_energy
 from moe_trm.config import InvalidConfigError, load
@@ -21,9 +22,9 @@ from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.passes import Anchored
-from moe_trm.step.row_advantages import with_ratios
-from moe_trm.types import MicroBatch, MiniBatch, TrainBatch, TrainRow
+from moe_trm.types import MicroBatch, TrainBatch, TrainRow
 from routing.replay import Native
+from tests.unit.advantages import estimator
 from tests.unit.step.shared_minibatch import FakeLearner, Ranks, anchor_logprobs, config, rows
 
 
@@ -74,6 +75,7 @@ def shared(ranks: int, micro_batch_rows: int, settings: Config) -> dict[int, lis
     """Advantages of each sample's tokens; the last micro-batches may be empty."""
     shares = plan_step(step_rows(), seed=0, step=1, minibatches=2, data_size=ranks, micro_batch_rows=micro_batch_rows)
     meeting, found = Ranks(ranks), dict[int, list[float]]()
+    compared = rewarded_samples("opob", [row.record for row in step_rows()])
 
     def work(rank: int) -> None:
         parts = []
@@ -81,7 +83,7 @@ def shared(ranks: int, micro_batch_rows: int, settings: Config) -> dict[int, lis
             batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
             scores = [Scores(anchor_logprobs(batch)) for batch in batches]
             parts.append(Anchored(mini, batches, scores, [Native()] * len(batches)))
-        for part in with_ratios(settings, FakeLearner(meeting, rank), parts):
+        for part in estimator(settings).given(FakeLearner(meeting, rank), parts, (compared,)):
             for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True):
                 assert not batch.advantages[~batch.mask].any()
                 for i, row in enumerate(micro.rows):
@@ -110,11 +112,6 @@ def test_the_step_is_compared_whole_however_ranks_share_it() -> None:
     assert np.abs(expected - at_one).max() > 0.01, "the ratios should matter"
     for number, values in whole.items():
         assert values == pytest.approx([0.0 if number == 3 else expected[number]] * len(values), abs=1e-5)
-
-
-def test_another_estimator_is_left_alone() -> None:
-    parts = [Anchored(MiniBatch((), 0, 0), [], [], [])]
-    assert with_ratios(config(), FakeLearner(Ranks(1), 0), parts) == parts
 
 
 @pytest.mark.parametrize("name", ["grpo", "opob"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from moe_trm.errors import EngineLost
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp
 
 T = TypeVar("T")
 Post = Callable[[EngineHttp], Coroutine[Any, Any, T]]

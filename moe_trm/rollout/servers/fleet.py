@@ -17,16 +17,15 @@ nobody knows which it had.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
-from moe_trm.rollout.sglang.endpoint import Post, T
-from moe_trm.rollout.sglang.http import EngineSlow
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.servers.endpoint import Post, T
+from moe_trm.rollout.servers.http import EngineSlow
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
 from moe_trm.types import ServerState
 
 REISSUES = 8
@@ -101,7 +100,8 @@ class Fleet:
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
         """The body of an answer to `request`, as `ask_by`."""
-        return await self.ask_by(lambda http: http.request("POST", "/generate", request))
+        path = self.servers[0].backend.generate_path
+        return await self.ask_by(lambda http: http.request("POST", path, request))
 
     async def ask_by(self, post: Post[T]) -> T:
         """The value that `post` makes of an answer of a server with the newest weights.
@@ -188,14 +188,14 @@ class Fleet:
             if server.fenced or server.updating:
                 continue
             try:
-                same = await self._label(server) == str(server.version)
+                same = await server.label(DOOR_S) == str(server.version)
             except EngineLost:
                 same = False
             if not same:
                 self._fence(server, EngineLost("the rollout server was started again", where=server.http.url))
 
     def metrics(self) -> dict[str, float]:
-        """See `SglangEngine.metrics`."""
+        """See `ServerEngine.metrics`."""
         away = [state.lost_s for state in self.states() if state.lost_s is not None]
         return {
             "rollout/reissued": float(self.reissued),
@@ -353,14 +353,10 @@ class Fleet:
         That label means that it has not been restarted.
         """
         while self._version is not None:
-            if server.version == self._version and await self._label(server) == str(self._version):
+            if server.version == self._version and await server.label(DOOR_S) == str(self._version):
                 return
             server.version = None
             await self._load(server)
-
-    async def _label(self, server: RemoteServer) -> str:
-        info = json.loads(await server.http.request("GET", "/model_info", timeout_s=DOOR_S, attempts=1))
-        return str(info["weight_version"])
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Whoever waits for a server must not wait for a task that died."""

@@ -1,0 +1,31 @@
+"""The part of a step's rows that one learner rank is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from moe_trm.types import MiniBatch, TrainBatch, TrainRow
+
+
+def rank_share(
+    batch: TrainBatch, layer_ids: Sequence[int], lent: Callable[[np.ndarray], object] = lambda array: None
+) -> TrainBatch:
+    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others.
+
+    Routes that `lent` names a place of stay whole: the rank cuts them itself, where it reads them.
+    """
+
+    def cut(row: TrainRow) -> TrainRow:
+        routes = row.record.routes
+        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids) or lent(routes.experts) is not None:
+            return row
+        return replace(row, record=replace(row.record, routes=routes.select(layer_ids)))
+
+    def share(mini: MiniBatch) -> MiniBatch:
+        micro = tuple(replace(batch, rows=tuple(cut(row) for row in batch.rows)) for batch in mini.micro_batches)
+        return replace(mini, micro_batches=micro)
+
+    return replace(batch, mini_batches=tuple(share(mini) for mini in batch.mini_batches))

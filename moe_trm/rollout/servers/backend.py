@@ -1,0 +1,181 @@
+"""An engine that is asked through servers: all that differs from one such engine to another.
+
+Start, restart, requests in flight and lost servers are the same for every one (`process.py`, `watchdog.py`, `fleet.py`
+beside this file), and so is the `RolloutEngine` over them (`moe_trm/rollout/server_engine.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError, SyncError
+from moe_trm.functions.load import load_function
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import AnswerFormat, Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.sync.manifest import Share, WeightPush
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The process of one server.
+
+    Attributes:
+        command: its command line, without the key: everyone on the machine can read it.
+        environment: all of it.
+        grace_s: time in which it may end by itself when it is not needed any more.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    grace_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Demands of a run on its servers.
+
+    Attributes:
+        model: sizes of the checkpoint.
+        wanted: fields of a record.
+        temperature: of the rollout.
+        dtype: the engine's arithmetic.
+        verify: True when weight pushes are proved.
+        quantization: to which the engine is meant to round the weights that it is sent.
+    """
+
+    model: ServedModel
+    wanted: Wanted
+    temperature: float
+    dtype: str
+    verify: bool
+    quantization: str | None = None
+
+
+class ServerBackend(AnswerFormat):
+    """The dialect of one engine's servers. Made without arguments in every process that needs it, and without state.
+
+    Attributes:
+        traits: its capabilities; `has_servers` is set.
+        answers: name of a light `AnswerFormat`, `package.module:Class`, for intake processes; empty: this class.
+        alive_path: of a GET that a server's process answers, whatever its engine does.
+        health_path: of a GET that succeeds when the engine generates; 503 while it loads.
+    """
+
+    traits: ClassVar[EngineTraits]
+    answers: ClassVar[str] = ""
+    alive_path: ClassVar[str] = "/health"
+    health_path: ClassVar[str] = "/health"
+
+    def check(self, config: Config) -> None:
+        """Refuse what its servers cannot serve. Raises `ConfigError`, `CheckpointError`."""
+
+    @abstractmethod
+    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
+        """The server of `rollout.server`, at this port and with this key; left when it is ready or has failed.
+
+        `folder` is for files that it reads. Raises `ConfigError`, `CheckpointError`.
+        """
+
+    @abstractmethod
+    async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
+        """The label of the weights that this server serves. Raises `EngineError`."""
+
+    @abstractmethod
+    async def abort(self, http: EngineHttp) -> None:
+        """End every answer in progress with what was sampled so far. Raises `EngineError`."""
+
+    async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
+        """Release the device memory of `weights` and `kv_cache`. Asked where `EngineTraits.lends_memory` is set."""
+        raise NotImplementedError
+
+    async def resume_memory(self, http: EngineHttp, tag: str) -> None:
+        """Take it back."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def client(self, requirements: Requirements) -> ServerClient:
+        """The controller's side of a run."""
+
+    async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
+        """The server's ids of a text, without special tokens; None where it does not say. Raises `EngineError`."""
+        return None
+
+    async def model_folder(self, http: EngineHttp) -> Path | None:
+        """The folder with the config.json that it serves; None where it does not say. Raises `EngineError`."""
+        return None
+
+
+class ServerClient(ABC):
+    """Proofs that the servers of one run are the configured ones and serve its weights. One event loop owns it."""
+
+    @abstractmethod
+    async def check(self, http: EngineHttp) -> None:
+        """Check a server that generates: the checkpoint, and the features that the run wants. Raises `EngineError`."""
+
+    async def check_router(self, http: EngineHttp) -> None:
+        """Check that a router hands on every field of a request. Raises `EngineError`."""
+        raise ConfigError("servers of this engine have no router", where="config key rollout.router", expected="none")
+
+    @abstractmethod
+    def verified(self, push: WeightPush) -> Mapping[str, str]:
+        """The digests that a server which loaded `push` must report. Runs in a thread, while servers go on.
+
+        Raises `SyncError` where files of the push are not those of the learner's memory.
+        """
+
+    @abstractmethod
+    async def load(
+        self,
+        http: EngineHttp,
+        push: WeightPush,
+        expected: Awaitable[Mapping[str, str]] | None,
+        keeping: AbstractContextManager[None],
+    ) -> None:
+        """Make one server serve `push`, with an empty prefix cache, and prove it.
+
+        `expected`: of `verified`; None: no proof is wanted. `keeping`: entered once the server is paused, and left when
+        its weights are proved and it may go on. Raises `SyncError`; `EngineLost` where it cannot be reached.
+        """
+
+    async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
+        """As `load`, by a broadcast of the learner ranks. Asked where `EngineTraits.takes_broadcasts` is set."""
+        raise SyncError("this engine takes no broadcasts", where=http.url)
+
+    async def loaded(self, http: EngineHttp) -> None:  # noqa: B027 (most servers begin with the checkpoint's weights)
+        """Check what shows only once the server has the weights of the run. Raises `EngineError`."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Leave what it has joined."""
+
+
+def backend_of(engine: str) -> ServerBackend:
+    """The backend of the engine that `rollout.engine` names.
+
+    Raises `ConfigError` for one that cannot be loaded or is asked through no servers.
+    """
+    made = load_function(SERVER_BACKENDS.get(engine, engine), key=KEY)
+    try:
+        backend = made()
+    except TypeError as error:
+        raise _no_backend(engine, str(error)) from error
+    if not isinstance(backend, ServerBackend):
+        raise _no_backend(engine, type(backend).__name__)
+    return backend
+
+
+def _no_backend(engine: str, got: str) -> ConfigError:
+    return ConfigError(
+        "this engine says that it has servers, and does not say how they are asked",
+        where=f"config key {KEY}",
+        got=f"{engine}: {got}",
+        expected="a ServerBackend of moe_trm/rollout/servers/backend.py, made without arguments",
+        fix="see `An engine of your own` in docs/pipeline.md",
+    )

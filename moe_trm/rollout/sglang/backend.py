@@ -1,0 +1,63 @@
+"""SGLang as an engine with servers: what the rest of the harness asks of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from moe_trm.config.engines import DEFAULT, ENGINES
+from moe_trm.config.schema import Config
+from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.sglang.answers import SglangAnswers
+from moe_trm.rollout.sglang.client import SglangClient
+from moe_trm.rollout.sglang.launch import launched
+from moe_trm.rollout.sglang.start_folder import check_quantised
+
+
+class SglangBackend(SglangAnswers, ServerBackend):
+    """Stock SGLang servers over HTTP."""
+
+    traits = ENGINES[DEFAULT]
+    alive_path = "/model_info"
+    answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
+
+    def check(self, config: Config) -> None:
+        """See `check_quantised`."""
+        check_quantised(config.rollout, config.model)
+
+    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
+        """`python -m sglang.launch_server`."""
+        return launched(config, port, api_key, folder)
+
+    async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
+        """`weight_version`; `default` of a server that was given none."""
+        info = json.loads(await http.request("GET", "/model_info", timeout_s=timeout_s, attempts=1))
+        return str(info["weight_version"])
+
+    async def abort(self, http: EngineHttp) -> None:
+        """`/abort_request` for all."""
+        await http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
+        """`/release_memory_occupation`."""
+        await http.post("/release_memory_occupation", {"tags": [*tags]})
+
+    async def resume_memory(self, http: EngineHttp, tag: str) -> None:
+        """`/resume_memory_occupation`."""
+        await http.post("/resume_memory_occupation", {"tags": [tag]})
+
+    def client(self, requirements: Requirements) -> SglangClient:
+        """Checks by `/server_info`, pushes by folder or broadcast."""
+        return SglangClient(requirements)
+
+    async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
+        """By `/tokenize`."""
+        answer = await http.post("/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})
+        return tuple(answer["tokens"])
+
+    async def model_folder(self, http: EngineHttp) -> Path | None:
+        """`model_path` of `/model_info`."""
+        return Path(str((await http.get("/model_info")).get("model_path", "")))

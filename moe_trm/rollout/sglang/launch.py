@@ -1,0 +1,92 @@
+"""The command line of a stock SGLang server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.registry import find_family
+from moe_trm.rollout.servers.backend import Launch
+from moe_trm.rollout.servers.process import on_cpu
+from moe_trm.rollout.sglang.environment import child_environment
+from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
+
+GRACE_S = 3.0
+"""Time in which a server on GPUs may end by itself."""
+
+
+@contextmanager
+def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
+    """See `ServerBackend.launch`."""
+    settings, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
+    served = folder_to_serve(checkpoint, folder)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
+        # A file only this user can read: arguments are visible to everyone on the machine.
+        secret.write(f'api-key: "{api_key}"\n')
+        secret.flush()
+        command = launch_command(config, served, port, config_file=secret.name)
+        command += RANDOM_WEIGHTS if served != checkpoint else ()
+        cpu = on_cpu(settings)
+        # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
+        yield Launch(command, child_environment(os.environ, cpu), 0.0 if cpu else GRACE_S)
+
+
+def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:
+    """The complete command line of the server. Raises `ConfigError` for what its device cannot do."""
+    settings = config.rollout.server
+    if settings.deterministic and on_cpu(settings):
+        raise ConfigError(
+            "SGLang's deterministic kernels need CUDA",
+            where="rollout.server.deterministic",
+            got="true on a CPU",
+            expected="false, or a CUDA device",
+            fix="set rollout.server.deterministic=false; rollout.server.dtype=float32 leaves the least rounding here",
+        )
+    options = {
+        "--config": config_file,
+        "--model-path": str(checkpoint),
+        "--host": settings.host,
+        "--port": port,
+        "--dtype": settings.dtype,
+        "--tp-size": settings.tensor_parallel,
+        "--max-total-tokens": settings.max_total_tokens,
+        "--max-running-requests": settings.max_running_requests,
+        "--chunked-prefill-size": settings.chunked_prefill_size,
+        "--random-seed": config.seed,
+        # A line for every answer takes the server longer than to read its request.
+        "--log-level-http": "warning",
+    }
+    flags = ["--enable-return-routed-experts"]
+    flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
+    flags += ["--enable-deterministic-inference"] if settings.deterministic else []
+    if on_cpu(settings):
+        options |= {
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--sampling-backend": "pytorch",
+            "--cuda-graph-backend-decode": "disabled",
+            "--cuda-graph-backend-prefill": "disabled",
+            # The KV cache is sized by --max-total-tokens; this fraction only has to leave room for it.
+            "--mem-fraction-static": 0.1,
+        }
+        if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
+            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu,
+            # which wants one cache for all layers.
+            options["--attention-backend"] = "triton"
+            flags.append("--disable-hybrid-swa-memory")
+        # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
+        # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
+        flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]
+    elif config.rollout.colocate:
+        flags += ["--enable-memory-saver"]
+    if config.rollout.quantization is not None:
+        options["--quantization"] = config.rollout.quantization
+    arguments = [str(part) for pair in options.items() for part in pair]
+    return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]

@@ -1,0 +1,237 @@
+"""Advantages of a step, of every estimator and in one place: once its anchors and the KL to the reference are known.
+
+The controller hands every rank the rewards and prompts of all samples (`TrainBatch.compared`), in one order. So all
+ranks compute the same values, and each takes those of its own rows. Only numbers of tokens that an estimator reads are
+gathered: the KL in the reward, ratios to the rollout, and the energies of scores.
+
+Shape letters: N samples of the step on all ranks, S scored tokens of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from moe_trm.batch.advantages import Array, Groups, opob
+from moe_trm.batch.filters import is_overlong
+from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
+from moe_trm.batch.token_advantages import otb, score_energy, turn_grpo
+from moe_trm.batch.zero_variance import entropy_shaped, support_entropy
+from moe_trm.config.schema import AdvantageConfig, BatchConfig
+from moe_trm.learner.protocol import Learner
+from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.step.passes import Anchored, log_sequence_ratios
+from moe_trm.types import RewardedSample, RolloutRecord, TokenBatch
+
+OfRow = Callable[[RolloutRecord], Array]
+"""The advantages of the scored tokens of a row, `[S]`."""
+
+
+class Advantages:
+    """The estimator of `advantage.name`, with what changes its values.
+
+    Args:
+        settings: the estimator and its settings.
+        batch: `overlong` is read.
+        reward_weights: of named rewards; a name without one has weight 1.
+    """
+
+    def __init__(self, settings: AdvantageConfig, batch: BatchConfig, reward_weights: Mapping[str, float]) -> None:
+        self._settings, self._weights = settings, reward_weights
+        self._entry = ADVANTAGES[settings.name]
+        self._lone = settings.lone_sample or self._entry.lone or "zero"
+        self._masks_overlong = batch.overlong == "mask"
+
+    def given(
+        self,
+        learner: Learner,
+        parts: Sequence[Anchored],
+        compared: Sequence[Sequence[RewardedSample]],
+        penalties: Sequence[float] | None = None,
+    ) -> list[Anchored]:
+        """The minibatches of a step with their advantages. Collective.
+
+        Args:
+            learner: gathers over the ranks.
+            parts: this rank's minibatches.
+            compared: `TrainBatch.compared` of their step.
+            penalties: what the reward of each of this rank's rows is lowered by, in the order of its micro-batches.
+        """
+        values = iter(self.of_rows(learner, parts, compared, penalties))
+        return [
+            replace(
+                part,
+                batches=[
+                    placed(batch, [next(values) for _ in micro.rows])
+                    for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True)
+                ],
+            )
+            for part in parts
+        ]
+
+    def of_rows(
+        self,
+        learner: Learner,
+        parts: Sequence[Anchored],
+        compared: Sequence[Sequence[RewardedSample]],
+        penalties: Sequence[float] | None = None,
+    ) -> list[Array]:
+        """`[S]` float64 advantages of the scored tokens of each of this rank's rows. Arguments as in `given`."""
+        records = own_records(parts)
+        known = _Gathered(learner, records)
+        estimate = self._estimator(known, parts, penalties)
+        of_sample: dict[int, OfRow] = {}
+        for samples in compared:
+            of_row = self._shaped(samples, estimate(samples))
+            of_sample |= dict.fromkeys((sample.sample_id for sample in samples), of_row)
+        return [
+            np.zeros(record.num_scored)
+            if self._masks_overlong and is_overlong(record)
+            else of_sample[record.sample_id](record)
+            for record in records
+        ]
+
+    def _estimator(
+        self, known: _Gathered, parts: Sequence[Anchored], penalties: Sequence[float] | None
+    ) -> Callable[[Sequence[RewardedSample]], OfRow]:
+        """The estimator, which compares samples; what it reads of tokens is gathered here."""
+        if self._entry.level == "turn":
+            return self._by_turn
+        if self._entry.level == "token":
+            energies = known.arrays([score_energy(record) for record in known.records])
+            return lambda samples: self._by_token(samples, energies)
+        lowered = None if penalties is None else known.sums(penalties)
+        if not self._entry.reads_ratios:
+            return lambda samples: _constant(samples, self._by_sample(samples, _rewards(samples, lowered)))
+        log_weights = known.sums(log_sequence_ratios(parts))
+        sums = known.sums([float(score_energy(record).sum()) for record in known.records])
+        return lambda samples: _constant(
+            samples,
+            opob(
+                _rewards(samples, lowered),
+                _groups(samples),
+                _column(samples, log_weights),
+                _column(samples, sums),
+                lone=self._lone,
+            ),
+        )
+
+    def _by_sample(self, samples: Sequence[RewardedSample], rewards: Array) -> Array:
+        settings, num_tokens = self._settings, np.array([sample.num_tokens for sample in samples])
+        if settings.name == GDPO:
+            parts = [sample.reward_parts for sample in samples]
+            return advantages_by_part(parts, _groups(samples), self._weights, num_tokens, lone=self._lone)
+        return outcome_advantages(
+            settings.name,
+            rewards,
+            _groups(samples),
+            num_tokens,
+            normalize_std=settings.normalize_std,
+            lone=self._lone,
+            baselines=np.array([sample.baseline for sample in samples], np.float64)
+            if self._entry.reads_greedy
+            else None,
+        )
+
+    def _by_turn(self, samples: Sequence[RewardedSample]) -> OfRow:
+        values = turn_grpo(
+            _rewards(samples),
+            _groups(samples),
+            [np.array(sample.turns, np.int64) for sample in samples],
+            discount=self._settings.turn_discount,
+            normalize_std=self._settings.normalize_std,
+            lone=self._lone,
+        )
+        own = {
+            sample.sample_id: dict(zip(sample.turns, of_turn.tolist(), strict=True))
+            for sample, of_turn in zip(samples, values, strict=True)
+        }
+
+        def of_row(record: RolloutRecord) -> Array:
+            turns, of_turn = record.turn_ids[record.sampled][record.scored], own[record.sample_id]
+            return np.array([of_turn[turn] for turn in turns.tolist()], np.float64)
+
+        return of_row
+
+    def _by_token(self, samples: Sequence[RewardedSample], energies: dict[int, Array]) -> OfRow:
+        own = [energies[sample.sample_id] for sample in samples]
+        values = otb(_rewards(samples), _groups(samples), own, lone=self._lone)
+        of_sample = {sample.sample_id: found for sample, found in zip(samples, values, strict=True)}
+        return lambda record: of_sample[record.sample_id]
+
+    def _shaped(self, samples: Sequence[RewardedSample], of_row: OfRow) -> OfRow:
+        """`of_row`, but by the entropy of each token in groups of several samples and one reward."""
+        scale = self._settings.zero_variance_scale
+        if not scale:
+            return of_row
+        rewards, groups = _rewards(samples), Groups(_groups(samples))
+        chosen = (groups.spread(rewards) == 0) & (groups.size > 1)
+        right = {sample.sample_id: sample.reward > 0 for sample, one in zip(samples, chosen, strict=True) if one}
+
+        def shaped(record: RolloutRecord) -> Array:
+            if record.sample_id not in right:
+                return of_row(record)
+            return entropy_shaped(support_entropy(record), right=right[record.sample_id], scale=scale)
+
+        return shaped
+
+
+def placed(batch: TokenBatch, of_rows: Sequence[Array]) -> TokenBatch:
+    """`batch` with the advantages `[S]` of the scored tokens of each of its rows."""
+    values = torch.from_numpy(np.concatenate([np.zeros(0), *of_rows]).astype(np.float32)).to(batch.mask.device)
+    return replace(batch, advantages=torch.zeros_like(batch.advantages).masked_scatter(batch.mask, values))
+
+
+def own_records(parts: Sequence[Anchored]) -> list[RolloutRecord]:
+    """This rank's records of the step, in the order of its micro-batches."""
+    return [row.record for part in parts for micro in part.mini.micro_batches for row in micro.rows]
+
+
+class _Gathered:
+    """Numbers of the rows of all ranks, by sample. Collective, as its methods; `records` are this rank's."""
+
+    def __init__(self, learner: Learner, records: Sequence[RolloutRecord]) -> None:
+        self._learner, self.records = learner, records
+
+    def sums(self, of_rows: Sequence[float]) -> dict[int, float]:
+        """One number of each row, summed over the rows of a sample."""
+        found: dict[int, float] = {}
+        for number, value in zip(self._samples(), self._everyone(of_rows), strict=True):
+            found[number] = found.get(number, 0.0) + value
+        return found
+
+    def arrays(self, of_rows: Sequence[Array]) -> dict[int, Array]:
+        """An array of each row, where every sample is one row."""
+        numbers = [*self._samples()]
+        lengths = np.array([*self._everyone([len(own) for own in of_rows])], np.int64)
+        values = np.array([*self._everyone(np.concatenate([np.zeros(0), *of_rows]))])
+        assert len({*numbers}) == len(numbers), "a sample is one row under estimators by token"
+        return dict(zip(numbers, np.split(values, lengths.cumsum()[:-1]), strict=True)) if numbers else {}
+
+    def _samples(self) -> Iterator[int]:
+        return map(int, self._everyone([record.sample_id for record in self.records]))
+
+    def _everyone(self, values: Sequence[float] | Array) -> Iterator[float]:
+        gathered = self._learner.gather(torch.as_tensor(np.asarray(values, np.float64)))
+        return iter(gathered.tolist())
+
+
+def _constant(samples: Sequence[RewardedSample], values: Array) -> OfRow:
+    of_sample = {sample.sample_id: value for sample, value in zip(samples, values.tolist(), strict=True)}
+    return lambda record: np.full(record.num_scored, of_sample[record.sample_id])
+
+
+def _rewards(samples: Sequence[RewardedSample], lowered: dict[int, float] | None = None) -> Array:
+    rewards = np.array([sample.reward for sample in samples], np.float64)
+    return rewards if lowered is None else rewards - _column(samples, lowered)
+
+
+def _groups(samples: Sequence[RewardedSample]) -> Array:
+    return np.array([sample.group_id for sample in samples])
+
+
+def _column(samples: Sequence[RewardedSample], of_sample: dict[int, float]) -> Array:
+    return np.array([of_sample[sample.sample_id] for sample in samples])
