@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.supervisor import start_server
+from moe_trm.rollout.servers.process import start_server
 from moe_trm.types import RolloutRecord, SamplingParams
 from tests.integration.served import PARAMS, check_against_hf, load, make_push, prompts, sample
 
