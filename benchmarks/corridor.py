@@ -174,7 +174,7 @@ def of_weights(parameters: int) -> Figures:
 def of_imports() -> Figures:
     """Modules that an intake process and a learner rank import before they do anything."""
     found: Figures = {}
-    for name, module in (("intake", "moe_trm.rollout.intake.worker"), ("rank", "launch.train")):
+    for name, module in (("intake", "moe_trm.rollout.intake.worker"), ("rank", "launch.learner")):
         program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         modules = json.loads(done.stdout.splitlines()[-1])

@@ -13,6 +13,7 @@ import psutil
 
 PAUSE_S = 1.0
 ROLES = {
+    "launch.rollout": "server keeper",
     "launch.ranks": "torchrun",
     "launch.train": "learner rank",
     "moe_trm.rollout.service": "rollout controller",
@@ -94,7 +95,7 @@ def look(process: psutil.Process, step: int) -> Look:
 
 
 def role(words: Sequence[str]) -> str:
-    """Short name of the process with this command line; a fork that took a name has it in one word."""
+    """Short name of the process with this command line; a process that took a name has it in one word."""
     words = [each for word in words for each in word.split()]
     line = " ".join(words)
     if found := next((name for module, name in ROLES.items() if module in words), None):

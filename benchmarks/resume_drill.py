@@ -25,7 +25,6 @@ import psutil
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from launch.job import learner_command, learner_environment
-from moe_trm.runtime.warm import WarmProcess
 
 STARTUP_SHARE = 0.15
 """Share of kills that come before the resumed run has finished its first step."""
@@ -153,7 +152,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
         process.wait(seconds)
 
 
-def kill_everything(process: subprocess.Popen[bytes] | WarmProcess) -> None:
+def kill_everything(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL for the process and all that it started, and theirs."""
     try:
         everyone = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]

@@ -7,25 +7,46 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
-from launch.server_start import ServerStart
+from launch.child import Child
+from launch.rollout_process import RolloutProcess
 from launch.threads import SINGLE_THREAD
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
-from moe_trm.runtime.lifeline import Lifeline
-from moe_trm.runtime.warm import WarmProcess
+from moe_trm.runtime.output import outliving_readers
 
-POLL_S = 0.2
-"""Pause between two looks at the learner while the server starts."""
+POLL_S = 0.1
+"""Pause between two looks at the processes."""
 # Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
 LATER_PORTS, TRIED_PORTS = range(20_000, 32_000), 100
+
+
+class Learner(Protocol):
+    """The process above the learner ranks. A context manager: leaving it kills what still runs."""
+
+    def poll(self) -> int | None:
+        """Exit status, None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """SIGTERM asks the ranks to finish their step and save; a second one ends them."""
+
+    def __enter__(self) -> Learner: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+StartLearner = Callable[[str, Sequence[str], int, Mapping[str, str]], Learner]
+"""Starts the ranks of a configuration: its path, overrides, how many, and their environment."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,132 +54,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
     parser.add_argument("--nproc-per-node", type=int, help="learner ranks (default: the fewest that hold the model)")
-    parser.add_argument(
-        "--warm-ranks",
-        metavar="SOCKET",
-        help="of a process that forks the ranks, as `warm_ranks` of an experiment makes",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`.
-
-    Ctrl-C and SIGTERM before the start of the learner end it at once; whatever was started is stopped.
-    """
+    """`moe-trm train`. Ctrl-C and SIGTERM before anything is started end it at once."""
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, lambda number, _frame: sys.exit(128 + number))
-    return run_job(args.config, args.overrides, args.nproc_per_node, args.warm_ranks)
-
-
-def run_job(
-    config_path: str,
-    overrides: Sequence[str],
-    num_ranks: int | None = None,
-    warm: str | None = None,
-    warm_engine: str | None = None,
-) -> int:
-    """Start what the configuration needs on this host and wait for the learner; returns its exit code.
-
-    `warm`: address of a `WarmServer` that forks the ranks; `warm_engine`: of one that forks a rollout server on a CPU.
-    Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`; `RunError` where
-    the first one is gone.
-    """
-    config, _ = load_here(config_path, list(overrides))
-    ranks = num_ranks or smallest_world(config.learner.parallel)
-    check_start(config, world_size=ranks)
-    if not config.rollout.starts_server:
-        return run_learner(config_path, overrides, ranks, api_key_for(config.rollout), warm=warm)
-
-    from moe_trm.rollout.servers.process import on_cpu
-    from moe_trm.rollout.servers.watchdog import Watchdog
-
-    api_key = api_key_for(config.rollout) or secrets.token_hex(16)
-    port = config.rollout.server.port or free_port()
-    overrides = [*overrides, f"rollout.server.port={port}"]
-    server_config = config.rollout.server.model_copy(update={"port": port})
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server_config})})
-    run_dir = Path(config.run_dir) / config.name
-    run_dir.mkdir(parents=True, exist_ok=True)
-    print(
-        f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} "
-        f"(log: {run_dir / 'rollout.log'})",
-        flush=True,
-    )
-    if not on_cpu(config.rollout.server):  # a server sizes itself by the memory that is free when it starts
-        with Watchdog(config, run_dir / "rollout.log", api_key):
-            return run_learner(config_path, overrides, ranks, api_key, warm=warm)
-    overrides.append(f"rollout.server.wait_s={config.rollout.server.startup_timeout_s}")
-    log = run_dir / "rollout.log"
-    with ServerStart(lambda up: Watchdog(config, log, api_key, given_up=up, warm=warm_engine)) as server:
-        return run_learner(config_path, overrides, ranks, api_key, server, warm)
-
-
-Learner = subprocess.Popen[bytes] | WarmProcess
-"""The process above the learner ranks, in a session of its own."""
-
-
-def run_learner(
-    config_path: str,
-    overrides: Sequence[str],
-    ranks: int,
-    api_key: str | None,
-    server: ServerStart | None = None,
-    warm: str | None = None,
-) -> int:
-    """The learner ranks on this host; the API key travels in the environment, never on a command line.
-
-    SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end; at the second they end at
-    once. While `server` is still starting, the first ends all. When this process is killed, they are killed too.
-
-    Args:
-        config_path: for the ranks.
-        overrides: likewise.
-        ranks: how many.
-        api_key: of the rollout server.
-        server: the start of the server that the ranks wait for; they are killed when it fails. None: there is one.
-        warm: address of a `WarmServer` that forks them; None: processes of their own.
-    """
-    learner, lifeline = _start_learner(config_path, overrides, ranks, api_key, warm)
-    try:
-        with passing_signals_to(learner, server):
-            code = _wait(learner, server)
-    except SystemExit:
-        _kill(learner)
-        raise
-    finally:
-        if lifeline is not None and learner.returncode is not None:
-            lifeline.release()
-    return code
-
-
-def _start_learner(
-    config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None, warm: str | None
-) -> tuple[Learner, Lifeline | None]:
-    """The learner, and what kills it with this process; a warm one needs nothing for that."""
-    environment = learner_environment(api_key)
-    if warm is not None:
-        return WarmProcess(warm, ["-m", "launch.ranks", str(ranks), config_path, *overrides], environment), None
-    # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
-    learner = subprocess.Popen(learner_command(config_path, overrides, ranks), env=environment, start_new_session=True)
-    return learner, Lifeline(learner.pid)
-
-
-def _kill(learner: Learner) -> None:
-    """End it and its ranks at once."""
-    if isinstance(learner, WarmProcess):
-        learner.kill()
-    else:
-        os.killpg(learner.pid, signal.SIGKILL)
-        learner.wait()
-
-
-def _wait(learner: Learner, server: ServerStart | None) -> int:
-    """Exit code of the learner, which is killed when there will be no server."""
-    while server is not None and learner.poll() is None and not server.over.wait(POLL_S):
-        pass
-    if server is not None and server.failed and learner.poll() is None:
-        _kill(learner)
-    return learner.wait()
+    with outliving_readers():
+        return run_job(args.config, args.overrides, args.nproc_per_node)
 
 
 def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> list[str]:
@@ -167,32 +70,115 @@ def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> l
 
 
 def learner_environment(api_key: str | None) -> dict[str, str]:
-    """Their environment, with the rollout server's key."""
+    """Their environment, with the rollout server's key, which is never on a command line."""
     return {**os.environ, **SINGLE_THREAD, **({API_KEY_VARIABLE: api_key} if api_key else {})}
 
 
-@contextmanager
-def passing_signals_to(learner: Learner, server: ServerStart | None = None) -> Iterator[None]:
-    """SIGINT and SIGTERM of this process are for `learner`, inside the `with`.
+def under_torchrun(config_path: str, overrides: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Learner:
+    """The ranks as processes that torchrun starts."""
+    return Child(learner_command(config_path, overrides, ranks), environment)
 
-    While `server` starts nothing can be saved: they raise `SystemExit` here.
+
+def run_job(
+    config_path: str, overrides: Sequence[str], num_ranks: int | None = None, start: StartLearner = under_torchrun
+) -> int:
+    """Start what the configuration needs on this host and wait for the learner; returns its exit code.
+
+    It is that of the server where this cannot start, which then has told why on standard error.
+
+    Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
+    """
+    config, _ = load_here(config_path, list(overrides))
+    ranks = num_ranks or smallest_world(config.learner.parallel)
+    check_start(config, world_size=ranks)
+    api_key, settings = api_key_for(config.rollout), config.rollout.server
+    with ExitStack() as stack:
+        signals, server = stack.enter_context(Signals()), None
+        if config.rollout.starts_server:
+            from launch.rollout import log_name
+            from moe_trm.rollout.servers.process import on_cpu
+
+            api_key = api_key or secrets.token_hex(16)
+            port = settings.port or free_port()
+            overrides = [*overrides, f"rollout.server.port={port}"]
+            log = Path(config.run_dir) / config.name / log_name(settings.host)
+            print(f"starting the rollout server on {settings.host}:{port} (log: {log})", flush=True)
+            server = stack.enter_context(RolloutProcess(config_path, overrides, api_key))
+            if on_cpu(settings):
+                overrides = [*overrides, f"rollout.server.wait_s={settings.startup_timeout_s}"]
+            elif (code := wait_for(server, signals)) is not None:
+                return code
+        learner = stack.enter_context(start(config_path, overrides, ranks, learner_environment(api_key)))
+        return watch(learner, signals, server)
+
+
+class Signals:
+    """SIGINT and SIGTERM of this process, which are noted and do nothing else. A context manager.
+
+    Attributes:
+        first: number of the first one; 0 before it.
+        count: how many came.
     """
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        if server is not None and not server.over.is_set():
-            sys.exit(128 + number)
-        print("asked to stop: the step in progress is finished and saved; once more ends it at once", flush=True)
-        learner.send_signal(number)
+    def __init__(self) -> None:
+        self.first = self.count = 0
+        self._before: dict[int, Any] = {}
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.first, self.count = self.first or number, self.count + 1
+
+
+def wait_for(server: RolloutProcess, signals: Signals) -> int | None:
+    """Return once the server is ready; the exit code of this job where it fails, or a signal comes before.
+
+    A server on GPUs sizes itself by the memory that is free when it starts, so it is there before the learner.
+    """
+    while not server.ready:
+        if (code := _given_up(server, signals)) is not None:
+            return code
+        time.sleep(POLL_S)
+    return None
+
+
+def _given_up(server: RolloutProcess, signals: Signals) -> int | None:
+    """Exit code of a job that ends while its server starts, when nothing can be saved; None for one that goes on."""
+    if signals.first:
+        return 128 + signals.first
+    return server.failed
+
+
+def watch(learner: Learner, signals: Signals, server: RolloutProcess | None = None) -> int:
+    """Wait for the learner; returns its exit code, that of a signal that asked to stop, or that of a failed server.
+
+    A signal is for the ranks: at the first they finish their step, save and end; at the second they end at once. While
+    `server` starts, a signal or its failure ends this wait.
+    """
+    passed_on = 0
+    while (status := learner.poll()) is None:
+        if server is not None and not server.ready:
+            if (code := _given_up(server, signals)) is not None:
+                return code
+        elif passed_on < signals.count:
+            learner.send_signal(signal.SIGTERM)
+            passed_on += 1
+            if passed_on == 1:
+                told = "asked to stop: the step in progress is finished and saved; once more ends it at once"
+                print(told, flush=True)
+        time.sleep(POLL_S)
+    if status and signals.first:
+        return 128 + signals.first
+    return status if status >= 0 else 128 - status
 
 
 def free_port() -> int:

@@ -1,10 +1,9 @@
 """torchrun for the ranks of this host, as `moe-trm train` uses it.
 
 `python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does the same as
-`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with five
+`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with four
 differences:
 
-- Without CUDA the ranks are forks of this process, which has imported everything (`launch.preload`).
 - A failed rank's own message is the last word, not torchrun's traceback.
 - An error that can only repeat uses up no restart.
 - SIGINT or SIGTERM lets the ranks finish their step and save, however long that takes; a second one ends them.
@@ -17,29 +16,31 @@ import logging
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from launch.preload import preload
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded
-from moe_trm.runtime.forked_ranks import run_ranks
+from moe_trm.runtime.output import outliving_readers
 
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""
 
 
 class Stop:
-    """The first SIGINT or SIGTERM is passed on to the ranks, which end after their step; the second ends them."""
+    """The first SIGINT or SIGTERM is passed on to the ranks, which end after their step; the second ends them.
+
+    Where there is no rank yet, the first one ends the start.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -47,53 +48,42 @@ class Stop:
             signal.signal(number, self._asked)
 
     def _asked(self, number: int, _frame: FrameType | None) -> None:
-        if self.number:
+        ranks = psutil.Process().children()
+        if self.number or not ranks:
+            self.number = number
             raise SignalException("asked to stop at once", signal.Signals(number))
         self.number = number
-        for rank in psutil.Process().children():
+        for rank in ranks:
             rank.send_signal(signal.SIGTERM)
-
-
-Run = Callable[[int, Sequence[str]], Mapping[int, int]]
-"""Runs `python PROGRAM...` on so many ranks; by failed rank the exit code, in the order of ends."""
-
-
-def under_torchrun(num_ranks: int, program: Sequence[str]) -> Mapping[int, int]:
-    """The ranks as processes that torchrun starts."""
-    # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        elastic_launch(launch_config(num_ranks), sys.executable)(*program)
-    except ChildFailedError as error:
-        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return {rank: failure.exitcode for rank, failure in failures}
-    return {}
-
-
-def as_forks(num_ranks: int, program: Sequence[str]) -> Mapping[int, int]:
-    """The ranks as forks of this process."""
-    ended = run_ranks(program, num_ranks, patience_s=SHUTDOWN_PATIENCE_S)
-    return {rank: status for rank, status in ended.items() if status}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
-    config, stop = load(rest[0], rest[1:]), Stop()
-    try:
-        run = as_forks if preload(config) else under_torchrun
-        code = run_with_restarts(run, int(num_ranks), rest, config.train.max_restarts, stop)
-    except SignalException as asked:
-        code = 128 + asked.sigval
+    config = load(rest[0], rest[1:])
+    code = run_with_restarts(int(num_ranks), ["-m", "launch.train", *rest], config.train.max_restarts, Stop())
     if code:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         leave_report(config)
     return code
 
 
-def run_with_restarts(run: Run, num_ranks: int, arguments: Sequence[str], max_restarts: int, stop: Stop) -> int:
-    """Run the ranks, again when they died of something that may pass and nobody asked them to stop; the exit code."""
+def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int, stop: Stop) -> int:
+    """Run `python PROGRAM...` on the ranks, again when they died of something that may pass; the exit code.
+
+    Nothing is started again once somebody asked to stop.
+    """
+    # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for restarts in range(max_restarts + 1):
-        failed = run(num_ranks, ["-m", "launch.train", *arguments, *(["--restarted"] if restarts else [])])
+        try:
+            elastic_launch(launch_config(num_ranks), sys.executable)(*program, *(["--restarted"] if restarts else []))
+            failed: Mapping[int, ProcessFailure] = {}
+        except ChildFailedError as error:
+            failed = error.failures
+        except SignalException as asked:
+            return 128 + int(asked.sigval)
         if stop.number or not failed:
             break
         code, what = told(failed)
@@ -120,10 +110,11 @@ def launch_config(num_ranks: int) -> LaunchConfig:
     )
 
 
-def told(failed: Mapping[int, int]) -> tuple[int, str]:
-    """Exit code of a failed group, and which rank ended how. A refusal on any rank is why the others failed."""
-    first = next((rank for rank, code in failed.items() if code == REFUSED), next(iter(failed)))
-    code = failed[first]
+def told(failed: Mapping[int, ProcessFailure]) -> tuple[int, str]:
+    """Exit code of a failed group, and which rank ended first, and how. A refusal on any is why the others failed."""
+    in_order = sorted(failed, key=lambda rank: failed[rank].timestamp)
+    first = next((rank for rank in in_order if failed[rank].exitcode == REFUSED), in_order[0])
+    code = failed[first].exitcode
     if code < 0:
         return 1, f"learner rank {first} was ended by {signal.Signals(-code).name}"
     return code, f"learner rank {first} ended with exit code {code}"
@@ -140,4 +131,5 @@ def leave_report(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with outliving_readers():
+        sys.exit(main(sys.argv[1:]))

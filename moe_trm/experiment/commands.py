@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from moe_trm.experiment.processes import alone, left_to_run, run_all
 from moe_trm.experiment.shared_server import Serve, serve
 from moe_trm.experiment.stages import Stages, stages
 from moe_trm.experiment.states import STATES, States
-from moe_trm.experiment.warm_ranks import Warm, forked, warm
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +58,8 @@ def run_experiment(
     check: Check = check_run,
     made_of: Stages = stages,
     served_by: Serve = serve,
-    warmed_by: Warm = warm,
 ) -> int:
-    """As the command; `check` and `made_of` are of each run, `served_by` and `warmed_by` of all. Same errors."""
+    """As the command; `check` and `made_of` are of each run, `served_by` of all. Same errors."""
     if jobs < 1:
         raise ConfigError("at least one run at a time", where="--jobs", got=jobs, expected="1 or more")
     plan = make_plan(file, out, (lambda _config, _ranks: None) if only_report else check)
@@ -101,7 +98,7 @@ def run_experiment(
         states = States(plan)
         states.begin(plan)
         left = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
-        asked = _run(plan, states, left, jobs, made_of, served_by, warmed_by) if left else 0
+        asked = _run(plan, states, left, jobs, made_of, served_by) if left else 0
         arms = read_arms(plan, states)
         written = page.write(plan, arms, about(plan, states), states.fixed.changes)
     print("\n".join(page.summary(plan, arms)))
@@ -116,17 +113,12 @@ def _run(
     jobs: int,
     made_of: Stages,
     served_by: Serve,
-    warmed_by: Warm,
 ) -> int:
-    """`run_all` beside what the runs share, if they do."""
-    with ExitStack() as stack:
-        if plan.file.warm_ranks:
-            server = stack.enter_context(warmed_by(plan))
-            server.address()  # it imports while the rollout server starts
-            made_of = forked(made_of, server)
-        if plan.file.shared_server:
-            made_of = stack.enter_context(served_by(plan)).attached(made_of)
+    """`run_all` beside the server that the runs share, if they do."""
+    if not plan.file.shared_server:
         return run_all(plan, states, left, jobs=jobs, made_of=made_of)
+    with served_by(plan) as server:
+        return run_all(plan, states, left, jobs=jobs, made_of=server.attached(made_of))
 
 
 def described(plan: Plan, states: States, jobs: int) -> list[str]:

@@ -49,8 +49,6 @@ class ExperimentFile(Section):
     """Folder that holds the experiment's folder."""
     shared_server: bool = False
     """One rollout server for all runs, started once. Each run gives it its own start before it samples."""
-    warm_ranks: bool = False
-    """Training and ranks of the runs are forked from one process that has imported everything. CPU only."""
 
     @property
     def against(self) -> str:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import InvalidOverrideError, parse_override
 from moe_trm.config.problems import Problem, refuse
@@ -30,7 +28,7 @@ OWN = {
 """Settings that the experiment makes, and which of its keys does."""
 ONE_PLACE = ("checkpoint.dir", "record.bundle", "sync.dir")
 """Folders that the runs of an experiment would share."""
-PLACES = {"base", "overrides", "arms", "baseline", "run_dir", "shared_server", "warm_ranks"}
+PLACES = {"base", "overrides", "arms", "baseline", "run_dir", "shared_server"}
 """Keys of the file that say where and by what, or are resolved in the arms."""
 SERVED = ("model.", "rollout.server.", "rollout.quantization")
 """Settings that make a server what it is."""
@@ -48,8 +46,6 @@ class PlannedRun:
     overrides: tuple[str, ...]
     server: str | None = None
     """Address of a server that all runs share; none: the run starts its own."""
-    warm: str | None = None
-    """Address of a process that forks the ranks; none: they import everything themselves."""
 
     @property
     def name(self) -> str:
@@ -115,7 +111,7 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
     refuse_together(*(lambda arm=arm: resolve(arm) for arm in file.arms))
     settings = {arm: config.dump() for arm, config in configs.items()}
     refuse(str(path), [*_shared_places(settings[file.against]), *_same_arms(settings)])
-    refuse(str(path), [*_arms(file, configs), *_server(file, configs), *_forks(file)])
+    refuse(str(path), [*_arms(file, configs), *_server(file, configs)])
     runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
     return Plan(file, folder, runs, configs)
 
@@ -206,17 +202,6 @@ def _server(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Pro
             yield Problem(
                 "shared_server", f"arm {arm} needs another server than {file.against}", got=told, expected="false"
             )
-
-
-def _forks(file: ExperimentFile) -> Iterator[Problem]:
-    """Warm ranks on a machine whose ranks would use CUDA."""
-    if file.warm_ranks and torch.cuda.is_available():
-        yield Problem(
-            "warm_ranks",
-            "ranks on CUDA cannot be forked: its context does not survive a fork",
-            got="true, and a CUDA device",
-            expected="false, or CUDA_VISIBLE_DEVICES empty",
-        )
 
 
 def _own_server(rollout: RolloutConfig, sync: SyncConfig) -> str:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 from moe_trm.errors import RunError
 from moe_trm.experiment.code import code_version
@@ -21,7 +20,6 @@ from moe_trm.experiment.plan import Plan, PlannedRun
 from moe_trm.experiment.stages import Stage, Stages, stages
 from moe_trm.experiment.states import RunState, States, log_of
 from moe_trm.runtime.lifeline import Lifeline
-from moe_trm.runtime.warm import WarmProcess
 
 POLL_S = 0.05
 LOCK = "experiment.lock"
@@ -63,9 +61,8 @@ class Running:
     run: PlannedRun
     stage: Stage
     left: Sequence[Stage]
-    process: subprocess.Popen[bytes] | WarmProcess
-    lifeline: Lifeline | None
-    """Of a process that does not end with this one by itself."""
+    process: subprocess.Popen[bytes]
+    lifeline: Lifeline
     log: Path
     begins: int
     """Bytes in the log before this attempt."""
@@ -171,26 +168,20 @@ def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) ->
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         begins = output.tell()
-        process, lifeline = _process(stage, output)
-    return Running(run, stage, others, process, lifeline, log, begins, time.monotonic())
-
-
-def _process(stage: Stage, output: BinaryIO) -> tuple[subprocess.Popen[bytes] | WarmProcess, Lifeline | None]:
-    environment = {**os.environ, **stage.environment}
-    with open(os.devnull, "rb") as nothing:
-        if stage.warm is not None:
-            descriptors = (nothing.fileno(), output.fileno(), output.fileno())
-            return WarmProcess(stage.warm, stage.command[1:], environment, descriptors), None
         process = subprocess.Popen(
-            stage.command, stdin=nothing, stdout=output, stderr=output, start_new_session=True, env=environment
+            stage.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, **stage.environment},
         )
-    return process, Lifeline(process.pid)
+    return Running(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
 
 
 def _end(plan: Plan, running: Running, states: States, *, asked: bool) -> RunState:
     """The state after a process; it stays `running` where another stage follows."""
-    if running.lifeline is not None:
-        running.lifeline.release()
+    running.lifeline.release()
     state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.wait()
     file, log = plan.file, running.text()
     if running.stage.result is None:

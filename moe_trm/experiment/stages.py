@@ -18,14 +18,12 @@ class Stage:
     Attributes:
         result: the file that an evaluation leaves; None for the training, whose end the books keep.
         environment: variables beside those of this process.
-        warm: address of a process that forks this one; None: it starts and imports by itself.
     """
 
     name: str
     command: Sequence[str]
     result: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    warm: str | None = None
 
 
 Stages = Callable[[Plan, PlannedRun], Sequence[Stage]]
@@ -39,8 +37,7 @@ def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
     # Its watchdog may be starting it again just when a run begins.
     wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
     attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
-    warm = ["--warm-ranks", run.warm] if run.warm else []
-    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks, *warm])]
+    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)
         command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-
-import torch
 
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import TinyShape
 from moe_trm.quickstart import warmup
 from moe_trm.quickstart.figure import draw
-from moe_trm.quickstart.options import BACKENDS, parse
+from moe_trm.quickstart.options import BACKENDS
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 from moe_trm.runtime.lifeline import end_with_parent
 
@@ -54,22 +53,13 @@ class Outcome:
         return levels and self.trial.gain_at_least <= self.gain < self.trial.gain_below
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The trials, one after the other, and their report; the exit status of the command.
-
-    Args:
-        arguments: addresses of a process that forks learner ranks and of one that forks rollout servers on a CPU, empty
-            where there is none; then those of the command.
-    """
-    ranks, engine, *rest = arguments
-    args = parse(rest)
-    extra, forks = [*BACKENDS[args.backend], *args.overrides], dict[str, str]()
-    if ranks and not torch.cuda.is_available():
-        forks = {"warm_engine": engine, **({"warm": ranks} if args.backend == "megatron" else {})}
+def run_trials(args: argparse.Namespace) -> int:
+    """The trials of the command's options, one after the other, and their report; its exit status."""
+    extra = [*BACKENDS[args.backend], *args.overrides]
     try:
         checkpoint = prepare_checkpoint(args.run_dir / "quickstart-start")
         planned = trials(args.seeds, args.controls, args.backend)
-        outcomes = [run_trial(trial, args.config, checkpoint, args.run_dir, extra, forks) for trial in planned]
+        outcomes = [run_trial(trial, args.config, checkpoint, args.run_dir, extra) for trial in planned]
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -111,16 +101,14 @@ def _warm_up(folder: Path) -> None:
     sys.exit(warmup.main(["--out", str(folder)]))
 
 
-def run_trial(
-    trial: Trial, config: str, checkpoint: Path, run_dir: Path, extra: Sequence[str], forks: Mapping[str, str]
-) -> Outcome:
-    """One RL run on the real engines; its run directory keeps everything it measured. `forks`: as for `run_job`."""
+def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: Path, extra: Sequence[str]) -> Outcome:
+    """One RL run on the real engines; its run directory keeps everything it measured."""
     print(f"\n== {trial.name}", flush=True)
     started = time.perf_counter()
     overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", "rollout.server.port=0"]
     # A second quickstart shows training again, not that it is done already.
     overrides += ["checkpoint.resume=never", *extra, *trial.overrides]
-    code = run_job(config, overrides, NUM_RANKS, **forks)
+    code = run_job(config, overrides, NUM_RANKS)
     if code:
         raise MoeTrmError(f"the run {trial.name} ended with exit code {code}", where=str(run_dir / trial.name))
     rows = read_metrics(run_dir / trial.name)
@@ -156,7 +144,3 @@ def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
     print(f"\npicture: {picture}")
     print(f"run directories: {', '.join(str(run_dir / o.trial.name) for o in outcomes)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from launch import train
+from launch import learner, train
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.sinks import Sink
 
@@ -72,7 +72,7 @@ def main(path: Path, arguments: list[str]) -> int:
         with open_sinks(*given, **named) as sinks:
             yield [*sinks, Census(path)]
 
-    with patch.object(train, "open_sinks", with_census):
+    with patch.object(learner, "open_sinks", with_census):
         return train.main(arguments)
 
 

@@ -10,7 +10,7 @@ import psutil
 
 from launch import job
 from moe_trm.quickstart.warmup import WarmupRecipe
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import forked_learner
 
 STEPS = 2
 CONFIG = """
@@ -51,7 +51,7 @@ def write_config(folder: Path, checkpoint: Path) -> Path:
 
 def run_job(config: Path | str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
     """`launch.job.run_job` with its server, but with forks in place of torchrun and its ranks."""
-    return job.run_job(str(config), overrides, num_ranks, rank_server().warm.address())
+    return job.run_job(str(config), overrides, num_ranks, forked_learner)
 
 
 def still_running(processes: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:

@@ -21,7 +21,7 @@ import torch
 from routing import Layout, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
 from routing.replay import Record, Recorded, ReplayRecords
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 from tests.integration.rows import Rows
 
 LAYERS, E, K, VOCAB, B, R = (0, 2, 3), 8, 2, 64, 3, 8
@@ -159,7 +159,7 @@ def run_world(scenarios: Sequence[Scenario], folder: Path, world: int, **paralle
         scenarios[0].__module__,
         *names,
     ]
-    done = rank_server().run(program, world)
+    done = fork_ranks(program, world)
     assert done.ok, f"{done.statuses}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     found: dict[str, list[str]] = {name: [] for name in names}
     for rank in range(world):

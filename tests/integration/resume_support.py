@@ -14,8 +14,7 @@ from benchmarks.resume_drill import metrics_of
 from launch.job import learner_command, learner_environment
 from moe_trm.cli import main as moe_trm
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.runtime.warm import WarmProcess
-from tests.integration.ranks import Ended, rank_server
+from tests.integration.ranks import Ended, fork_ranks
 
 STEPS = 4
 CONFIG = """
@@ -39,15 +38,11 @@ train: {{steps: {steps}, export: false}}
 class Job:
     """A command in the background, and what it printed."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, warm: str | None = None, **environment: str) -> None:
+    def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
         self._log = log
-        everything = learner_environment(None) | environment
-        self.process: subprocess.Popen[bytes] | WarmProcess
         with log.open("a") as file:
-            if warm is None:
-                self.process = subprocess.Popen(command, env=everything, stdout=file, stderr=file)
-            else:
-                self.process = WarmProcess(warm, command, everything, (0, file.fileno(), file.fileno()))
+            everything = learner_environment(None) | environment
+            self.process = subprocess.Popen(command, env=everything, stdout=file, stderr=file)
 
     def wait(self, timeout_s: float = 500.0) -> int:
         return self.process.wait(timeout_s)
@@ -60,16 +55,13 @@ class Job:
 def forked(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Ended:
     """The same ranks, without torchrun around them and waited for: where nothing is killed."""
     settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
-    return rank_server().run(["-m", "launch.train", str(folder / "config.yaml"), *settings], ranks)
+    return fork_ranks(["-m", "launch.train", str(folder / "config.yaml"), *settings], ranks)
 
 
-def start(folder: Path, name: str, *overrides: str, ranks: int = 2, warm: bool = False) -> Job:
-    """The learner ranks of the run `name`, which share the experts: under torchrun, or as forks of the rank server."""
+def start(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Job:
+    """The learner ranks of the run `name`, which share the experts, under torchrun."""
     settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
-    command = learner_command(str(folder / "config.yaml"), settings, ranks)
-    if warm:
-        command = ["-m", "launch.ranks", *command[command.index("launch.ranks") + 1 :]]
-    return Job(command, folder / f"{name}.log", warm=rank_server().warm.address() if warm else None)
+    return Job(learner_command(str(folder / "config.yaml"), settings, ranks), folder / f"{name}.log")
 
 
 def after_step(run: Path, step: int, job: Job) -> None:

@@ -37,9 +37,9 @@ PATIENCE_S = 600
 
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "one-server-and-warm-ranks"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "one-server"])
 def test_killed_in_the_middle_an_experiment_goes_on(brief_checkpoint: Path, tmp_path: Path, shared: bool) -> None:
-    file, out = small_experiment(brief_checkpoint, tmp_path, seeds=[0, 1], shared_server=shared, warm_ranks=shared)
+    file, out = small_experiment(brief_checkpoint, tmp_path, seeds=[0, 1], shared_server=shared)
     command = [sys.executable, "-m", "moe_trm", "experiment", str(file)]
 
     begun = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
@@ -75,15 +75,14 @@ def test_killed_in_the_middle_an_experiment_goes_on(brief_checkpoint: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * PATIENCE_S)
-def test_runs_share_one_server_and_one_process_of_warm_ranks(brief_checkpoint: Path, tmp_path: Path) -> None:
+def test_runs_share_one_server(brief_checkpoint: Path, tmp_path: Path) -> None:
     """Each run begins with the weights of the start, whatever the run before left in the server."""
-    file, out = small_experiment(brief_checkpoint, tmp_path, seeds=[0], shared_server=True, warm_ranks=True)
+    file, out = small_experiment(brief_checkpoint, tmp_path, seeds=[0], shared_server=True)
     command = [sys.executable, "-m", "moe_trm", "experiment", str(file)]
     done = subprocess.run(command, cwd=REPOSITORY, timeout=2 * PATIENCE_S, check=False)
     assert done.returncode == 0
     assert [state["state"] for state in states_of(out)] == ["finished", "finished"]
     assert not list(out.glob("*/rollout.log")), "a run started a server of its own"
-    assert (out / "warm.log").read_text() == ""
     for run in ("none-seed0", "R3-seed0"):
         rows = metrics_of(out / run)
         assert [row["step"] for row in rows] == [0, 1, 2]

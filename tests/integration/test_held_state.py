@@ -8,7 +8,7 @@ import pytest
 
 from moe_trm.config import load
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 from tests.integration.recordings import make_recording
 
 STEPS = 12
@@ -61,7 +61,7 @@ def census(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     config.write_text(CONFIG.format(folder=folder, steps=STEPS))
     make_recording(load(config, []), folder / "bundle", STEPS)
     counts = folder / "counts.jsonl"
-    done = rank_server().run(["-m", "tests.integration.counting_rank", str(counts), str(config)], 1)
+    done = fork_ranks(["-m", "tests.integration.counting_rank", str(counts), str(config)], 1)
     assert done.ok, done.stdout + done.stderr
     return [json.loads(line)["objects"] for line in counts.read_text().splitlines()][1:]
 

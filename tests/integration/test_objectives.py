@@ -13,7 +13,7 @@ import torch
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from tests.integration.jobs import STEPS, metrics_of, run_job, timeless, write_config
 from tests.integration.objective_support.cases import OWN_METHODS, REWARD, WEIGHS_ONLY, all_cases, doctored
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 
 DRIVER = str(Path(__file__).parent / "objective_support" / "driver.py")
 FEW = (
@@ -60,7 +60,7 @@ def bundle(folder: Path, config: Path, attached: list[str]) -> Path:
 def run_cases(config: Path, bundle: Path, folder: Path, names: list[str]) -> dict[str, Any]:
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    done = rank_server().run([DRIVER, str(config), str(bundle), str(out), *names], 1)
+    done = fork_ranks([DRIVER, str(config), str(bundle), str(out), *names], 1)
     assert done.ok, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.plan_memory import CASES, compared, make_model
 from benchmarks.table import Row
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 
 QUICK = ("one process, glm4_moe",)
 
@@ -32,8 +32,6 @@ def test_predicted_memory_is_what_torch_allocates(name: str, folder: Path) -> No
 
 def measured(name: str, folder: Path) -> list[Row]:
     checkpoint = make_model(CASES[name].family, folder)
-    done = rank_server().run(
-        ["-m", "benchmarks.plan_memory_rank", str(checkpoint), str(folder), name], CASES[name].ranks
-    )
+    done = fork_ranks(["-m", "benchmarks.plan_memory_rank", str(checkpoint), str(folder), name], CASES[name].ranks)
     assert done.ok, f"{name}: {done.statuses}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return compared(name, checkpoint, folder)

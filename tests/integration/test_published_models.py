@@ -14,7 +14,7 @@ from benchmarks import models
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.tiny.published import make_published
 from tests.integration.learner_support import ranks
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 from tests.published_models import NAMES, published_config
 
 SCRIPT = Path(ranks.__file__).with_name("published.py")
@@ -28,7 +28,7 @@ def test_two_ranks_read_their_share_and_write_the_same_bits(tmp_path: Path) -> N
     """FP8 with blocks that do not divide, experts on two ranks, a layer behind the last that nobody reads."""
     checkpoint = make_published(published_config("deepseek_v3"), tmp_path / "start")
     out = tmp_path / "out"
-    done = rank_server().run([str(SCRIPT), str(checkpoint), str(out), "2"], 2)
+    done = fork_ranks([str(SCRIPT), str(checkpoint), str(out), "2"], 2)
     assert done.ok, done.stderr[-3000:]
     given, written = stored(checkpoint), stored(out / "published")
     assert given.keys() == written.keys()
@@ -51,7 +51,7 @@ def test_zero_3_holds_one_whole_parameter_at_a_time(tmp_path: Path) -> None:
     """Of the first rank, which reads; the other gets its part of each from it."""
     checkpoint = make_published(published_config("deepseek_v3"), tmp_path / "start")
     out = tmp_path / "out"
-    done = rank_server().run([str(SCRIPT), str(checkpoint), str(out), "1", "deepspeed"], 2)
+    done = fork_ranks([str(SCRIPT), str(checkpoint), str(out), "1", "deepspeed"], 2)
     assert done.ok, done.stderr[-3000:]
     given, written = stored(checkpoint), stored(out / "published")
     assert given.keys() == written.keys()

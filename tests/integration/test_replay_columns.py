@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.columns_rank import CASES, RANKS
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 from tests.integration.test_replay_rows import LENGTHS
 
 DUE = sum(LENGTHS) - len(LENGTHS)
@@ -17,7 +17,7 @@ DUE = sum(LENGTHS) - len(LENGTHS)
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, str, bool], list[dict[str, Any]]]:
     """By case, what each rank found."""
-    done = rank_server().run(["-m", "tests.integration.columns_rank"], RANKS)
+    done = fork_ranks(["-m", "tests.integration.columns_rank"], RANKS)
     assert done.ok, done.stderr[-4000:]
     by_case: dict[Any, list[dict[str, Any]]] = {}
     for line in done.stdout.splitlines():

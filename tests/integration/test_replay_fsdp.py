@@ -15,7 +15,7 @@ from routing import ReplayRefusedError
 from routing.hf import HFReplayer
 from routing.hf_blocks import check_weights, check_whole
 from tests.integration.fsdp_rank import CASES, RANKS
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 from tests.integration.test_replay_hf import FAMILIES, build
 from tests.integration.test_replay_rows import LENGTHS
 
@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp" / "train.py"
 @pytest.fixture(scope="module")
 def found() -> dict[Any, list[dict[str, Any]]]:
     """By case, what each rank found."""
-    done = rank_server().run(["-m", "tests.integration.fsdp_rank"], RANKS, repeatable=True)
+    done = fork_ranks(["-m", "tests.integration.fsdp_rank"], RANKS, repeatable=True)
     assert done.ok, done.stderr[-4000:]
     by_case: dict[Any, list[dict[str, Any]]] = {}
     for line in done.stdout.splitlines():
@@ -107,7 +107,7 @@ def test_layers_in_torchs_own_wrapper_are_found() -> None:
 
 def test_the_example_trains_on_two_ranks_as_on_one() -> None:
     """Losses and gradient norms of each step, after updates too."""
-    one, two = (rank_server().run([str(EXAMPLE)], number) for number in (1, RANKS))
+    one, two = (fork_ranks([str(EXAMPLE)], number) for number in (1, RANKS))
     assert one.ok, one.stderr[-4000:]
     assert two.ok, two.stderr[-4000:]
     steps = [[json.loads(line) for line in done.stdout.splitlines()] for done in (one, two)]

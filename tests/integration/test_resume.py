@@ -139,17 +139,12 @@ def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
     assert books_balance(metrics_of(tmp_path / "killed"))
 
 
-@pytest.mark.parametrize(
-    ("asked", "warm"),
-    [(signal.SIGINT, False), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow), (signal.SIGTERM, True)],
-)
-def test_asked_once_it_saves_and_another_layout_goes_on(
-    folder: Path, alone: Path, asked: signal.Signals, warm: bool
-) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Path, asked: signal.Signals) -> None:
     """Interrupted on two ranks that share the experts, finished by one rank: the same training up to rounding."""
-    name = f"moved-{asked.name}-{warm}"
+    name = f"moved-{asked.name}"
     run = folder / name
-    job = start(folder, name, "checkpoint.every=0", warm=warm)
+    job = start(folder, name, "checkpoint.every=0")
     after_step(run, 1, job)
     job.process.send_signal(asked)
     assert job.wait() == 128 + asked
@@ -272,11 +267,10 @@ def test_a_finished_run_has_nothing_left_to_do(folder: Path, alone: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_second_signal_ends_the_run_at_once_and_leaves_a_report(folder: Path, alone: Path, warm: bool) -> None:
-    name = f"twice-{warm}"
+def test_a_second_signal_ends_the_run_at_once_and_leaves_a_report(folder: Path, alone: Path) -> None:
+    name = "twice"
     run = folder / name
-    job = start(folder, name, "train.max_restarts=3", warm=warm)
+    job = start(folder, name, "train.max_restarts=3")
     after_step(run, 1, job)
     everyone = psutil.Process(job.process.pid).children(recursive=True)
     job.process.send_signal(signal.SIGTERM)
@@ -312,11 +306,10 @@ def test_when_the_job_is_killed_nothing_of_it_stays(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_killed_rank_is_replaced_and_the_group_goes_on(folder: Path, alone: Path, warm: bool) -> None:
-    name = f"rank-killed-{warm}"
+def test_a_killed_rank_is_replaced_and_the_group_goes_on(folder: Path, alone: Path) -> None:
+    name = "rank-killed"
     run = folder / name
-    job = start(folder, name, "train.max_restarts=1", warm=warm)
+    job = start(folder, name, "train.max_restarts=1")
     after_step(run, 2, job)
     max(psutil.Process(job.process.pid).children(), key=lambda child: (child.create_time(), child.pid)).kill()
     assert job.wait() == 0, job.output

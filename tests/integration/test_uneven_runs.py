@@ -10,7 +10,7 @@ import pytest
 from benchmarks.resume_drill import books_balance, metrics_of, timeless
 from moe_trm.config import load
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 from tests.integration.recordings import make_recording
 from tests.integration.resume_support import CONFIG, STEPS, assert_exports_what_the_learner_exported
 
@@ -41,7 +41,7 @@ def run(folder: Path, name: str, ranks: int, parallel: list[str], *overrides: st
     settings = [f"name={name}", *(f"learner.parallel.{size}" for size in parallel), "pipeline.mode=async"]
     rules = "correction.rules=[{name: trm_max, target_reject_rate: 0.25}, {name: icepop}]"
     program = ["-m", "launch.train", str(folder / "config.yaml"), *settings, rules, "train.export=true", *overrides]
-    done = rank_server().run(program, ranks)
+    done = fork_ranks(program, ranks)
     assert done.ok, done.stderr[-6000:]
     rows = metrics_of(folder / name)
     assert books_balance(rows)

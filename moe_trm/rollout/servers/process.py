@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,12 +18,11 @@ import torch
 
 from moe_trm.config.choices import server_device
 from moe_trm.config.schema import Config, ServerConfig
-from moe_trm.errors import CheckpointError, EngineError, RunError
+from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
 from moe_trm.rollout.servers.last_words import last_words
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline
-from moe_trm.runtime.warm import WarmProcess
 
 LAST_BYTES = 1 << 18
 """End of the log in which an error is looked for."""
@@ -36,10 +34,6 @@ COPIED_BYTES = 2**20
 """Most bytes of it that are copied at once."""
 KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
-
-
-Process = subprocess.Popen[bytes] | WarmProcess
-"""The first one of a server, in a session of its own."""
 
 
 @dataclass
@@ -54,7 +48,7 @@ class Server:
     url: str
     api_key: str
     log_path: Path
-    process: Process
+    process: subprocess.Popen[bytes]
     log_pump: threading.Thread
     lifeline: Lifeline
     backend: ServerBackend
@@ -103,9 +97,7 @@ class Server:
             return last_words(log.read().decode(errors="replace"))
 
 
-def start_server(
-    config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None, warm: str | None = None
-) -> Server:
+def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
     """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
 
     Args:
@@ -113,7 +105,6 @@ def start_server(
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
         cancelled: stop waiting, and end the server, once this is set.
-        warm: address of a process that has imported the engine, and forks the server while it lives.
 
     Raises:
         CheckpointError: the checkpoint folder does not exist, or the engine does not know its weights.
@@ -135,7 +126,7 @@ def start_server(
         held_port(settings.host, settings.port) as port,
         backend.launch(config, port, api_key, log_path.parent) as launch,
     ):
-        server = _spawn(launch, backend, settings.host, port, log_path, api_key, warm)
+        server = _spawn(launch, backend, settings.host, port, log_path, api_key)
         try:
             _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
         except BaseException:
@@ -156,7 +147,6 @@ def _spawn(
     port: int,
     log_path: Path,
     api_key: str,
-    warm: str | None,
 ) -> Server:
     log_begin = log_path.stat().st_size if log_path.exists() else 0
     # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
@@ -164,7 +154,14 @@ def _spawn(
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
         written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
-    process = _begin(launch, written, warm)
+    process = subprocess.Popen(
+        launch.command,
+        env=launch.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=written,
+        stderr=written,
+        start_new_session=True,
+    )
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
@@ -178,23 +175,7 @@ def _spawn(
     return Server(url, api_key, log_path, process, pump, lifeline, backend, launch.grace_s, log_begin)
 
 
-def _begin(launch: Launch, written: int, warm: str | None) -> Process:
-    """The process, with no input and this output; a fork of the warm process while that lives."""
-    with open(os.devnull, "rb") as nothing:
-        if warm is not None:
-            with suppress(RunError):
-                return WarmProcess(warm, launch.command[1:], launch.environment, (nothing.fileno(), written, written))
-        return subprocess.Popen(
-            launch.command,
-            env=launch.environment,
-            stdin=nothing,
-            stdout=written,
-            stderr=written,
-            start_new_session=True,
-        )
-
-
-def _pump(process: Process, source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
+def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
     """Copy the server's output to the log without the key, which an engine may print among its arguments.
 
     Args:
@@ -253,7 +234,7 @@ def _ended(status: int) -> str:
     return f"ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
 
 
-def _group_is_gone(leader: Process, patience_s: float) -> bool:
+def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         leader.poll()

@@ -39,23 +39,13 @@ class Watchdog:
             `rollout.server` are read too.
         log_path: where the server's output goes, of all its lives.
         api_key: as for `start_server`.
-        given_up: ends the first start with an `EngineError` once it is set.
-        warm: as for `start_server`, the first time only.
 
     Raises `CheckpointError` and `EngineError` as `start_server` does, the first time only.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        log_path: Path,
-        api_key: str,
-        *,
-        given_up: threading.Event | None = None,
-        warm: str | None = None,
-    ) -> None:
+    def __init__(self, config: Config, log_path: Path, api_key: str) -> None:
         self._log_path, self._api_key = log_path, api_key
-        self._server = start_server(config, log_path, api_key, cancelled=given_up, warm=warm)
+        self._server = start_server(config, log_path, api_key)
         port = urllib.parse.urlsplit(self._server.url).port
         server = config.rollout.server.model_copy(update={"port": port})
         self._settings = server

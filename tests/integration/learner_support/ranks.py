@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.integration.ranks import rank_server
+from tests.integration.ranks import fork_ranks
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 
@@ -41,6 +41,6 @@ def _disjoint(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def run_ranks(folder: Path, checkpoint: Path, num_ranks: int, *runs: str, script: Path = SCENARIOS) -> Ranks:
     """Do `runs` of `script` on `num_ranks` ranks one after the other; fails with their output when one fails."""
-    done = rank_server().run([str(script), str(checkpoint), str(folder), *runs], num_ranks)
+    done = fork_ranks([str(script), str(checkpoint), str(folder), *runs], num_ranks)
     assert done.ok, f"{script.name} {runs}: {done.statuses}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return Ranks(folder, num_ranks)

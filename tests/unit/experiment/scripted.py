@@ -134,7 +134,7 @@ class Scripted:
         return [int(line) for line in (self.out / run / "parents").read_text().splitlines()]
 
     def _stages(self, plan: Plan, run: PlannedRun) -> Sequence[Stage]:
-        python = [sys.executable] if run.warm else [sys.executable, "-I", "-S"]
+        python = [sys.executable, "-I", "-S"]
         program = str(self.folder / "program.py")
         attach = [f"rollout.url={run.server}"] if run.server else []
         found = [Stage("training", [*python, program, str(self._script), *run.overrides, *attach])]

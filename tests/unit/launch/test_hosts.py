@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launch.hosts import Host
-from launch.train import build_pusher, remove_abandoned
+from launch.learner import build_pusher, remove_abandoned
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.step.push import BroadcastPusher, DiskPusher

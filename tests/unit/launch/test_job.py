@@ -1,7 +1,19 @@
-"""`moe-trm train` before there is a learner."""
+"""`moe-trm train`: who ends whom, which exit code is told, and what a signal does at each moment."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import rollout_process
+from launch.child import Child
+from launch.job import Signals, wait_for, watch
+from launch.rollout_process import RolloutProcess
 from tests.unit.launch.interrupted import assert_ends_silently
 
 PROGRAM = """
@@ -16,3 +28,125 @@ sys.exit(main(["train", "config.yaml"]))
 
 def test_ctrl_c_while_starting_ends_it_at_once_and_without_a_traceback() -> None:
     assert_ends_silently(PROGRAM, "starting")
+
+
+def child(code: str) -> Child:
+    return Child([sys.executable, "-I", "-S", "-c", code], {})
+
+
+WAITS = "import time; time.sleep(600)"
+READY = "print('starting', flush=True); print('rollout server ready at', flush=True); "
+SERVED = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
+
+
+def server(monkeypatch: pytest.MonkeyPatch, code: str) -> RolloutProcess:
+    """A server that runs this instead of `launch.rollout`."""
+    monkeypatch.setattr(rollout_process, "rollout_command", lambda *_: [sys.executable, "-I", "-S", "-c", code])
+    return RolloutProcess("c", [], "key")
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 0), (4, 4), (-9, 128 + 9)])
+def test_the_exit_code_is_that_of_the_learner(code: int, status: int) -> None:
+    ends = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
+    with Signals() as signals, child(ends) as learner:
+        assert watch(learner, signals) == status
+
+
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("raise SystemExit(0)", 1)])
+def test_a_server_that_does_not_start_ends_the_learner(monkeypatch: pytest.MonkeyPatch, code: str, status: int) -> None:
+    with Signals() as signals, server(monkeypatch, code) as started, child(WAITS) as learner:
+        assert watch(learner, signals, started) == status
+    assert learner.poll() == -signal.SIGKILL
+    with Signals() as signals, server(monkeypatch, code) as started:
+        assert wait_for(started, signals) == status
+
+
+def test_a_learner_that_refuses_ends_the_start_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Signals() as signals, server(monkeypatch, WAITS) as started, child("raise SystemExit(2)") as learner:
+        assert watch(learner, signals, started) == 2
+    assert started._child.poll() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_server_starts_ends_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    with Signals() as signals, server(monkeypatch, WAITS) as started, child(WAITS) as learner:
+        signal.raise_signal(number)
+        assert watch(learner, signals, started) == 128 + number
+    assert learner.poll() == -signal.SIGKILL
+    with Signals() as signals, server(monkeypatch, WAITS) as started:
+        signal.raise_signal(number)
+        assert wait_for(started, signals) == 128 + number
+
+
+def test_a_server_that_is_ready_is_asked_to_end_after_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Signals() as signals, server(monkeypatch, f"{SERVED}{READY}time.sleep(600)") as started:
+        assert wait_for(started, signals) is None
+        with child("raise SystemExit(0)") as learner:
+            assert watch(learner, signals, started) == 0
+        assert started.ready
+        assert started.failed is None
+    assert started._child.poll() == 0
+
+
+STOPPED = """
+import sys
+from launch.child import Child
+from launch.job import Signals, watch
+from moe_trm.runtime.output import outliving_readers
+with outliving_readers(), Signals() as signals, Child([sys.executable, "-I", "-S", *sys.argv[1:]], {}) as learner:
+    print("begun", flush=True)
+    sys.exit(watch(learner, signals))
+"""
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+def save(number, frame):
+    time.sleep(0.5)
+    (folder / "saved").touch()
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, save)
+(folder / "learns").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_whose_reader_is_gone_saves_all_the_same(tmp_path: Path, number: signal.Signals) -> None:
+    """As after `moe-trm train ... | head`, or when the terminal of a log is closed."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    command = [sys.executable, "-c", STOPPED, str(tmp_path / "saves.py"), str(tmp_path)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"begun\n"
+    job.stdout.close()
+    while not (tmp_path / "learns").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(number)
+    assert job.wait(60) == 128 + number
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_job_that_is_killed_takes_its_children_along(tmp_path: Path) -> None:
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    held = f"child = Child([sys.executable, '-c', {code!r}], {{}})"
+    program = f"import sys, time; from launch.child import Child; {held}; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program]) as job:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert job.poll() is None
+            time.sleep(0.01)
+        job.kill()
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while time.monotonic() < deadline and _runs(pid):
+        time.sleep(0.01)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False

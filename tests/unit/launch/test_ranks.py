@@ -1,27 +1,26 @@
-"""Ranks that are forks of their launcher, as `moe-trm train` starts them where there is no CUDA."""
+"""torchrun's ranks as `moe-trm train` starts them: restarts, exit codes, and a stop at every moment."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from launch import preload, ranks
+from launch import ranks
 from launch.job import learner_environment
-from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 
 PROGRAM = """
 import sys
-from pathlib import Path
 from launch import ranks
-
-folder, status = Path(sys.argv[1]), sys.argv[2]
-run = lambda number, program: ranks.as_forks(number, [str(folder / "rank.py"), str(folder), status, *program[2:]])
-print(ranks.run_with_restarts(run, 2, ["config.yaml"], 1, ranks.Stop()))
+stop = ranks.Stop()
+print("listening", flush=True)
+print(ranks.run_with_restarts(2, sys.argv[1:], 1, stop))
 """
 RANK = """
 import os, sys
@@ -29,25 +28,20 @@ from pathlib import Path
 
 folder, status, *arguments = sys.argv[1:]
 life = "second" if "--restarted" in arguments else "first"
-(Path(folder) / f"{life}-{os.environ['RANK']}").write_text(Path("/proc/self/cmdline").read_text())
+(Path(folder) / f"{life}-{os.environ['RANK']}").touch()
 sys.exit(int(status) if life == "first" else 0)
 """
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
 
-
-def test_where_cuda_is_present_ranks_import_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
-    assert not preload.preload(Config.model_validate({"model": {"checkpoint": "somewhere"}}))
-
-
-@pytest.mark.parametrize("threads", [0, 1])
-def test_a_process_with_threads_forks_no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: int) -> None:
-    for number in range(1 + threads):
-        (tmp_path / str(number)).mkdir()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(preload, "THREADS", tmp_path)
-    monkeypatch.setattr(preload, "import_all", lambda names: None)
-    assert preload.preload(Config.model_validate({"model": {"checkpoint": "somewhere"}})) == (not threads)
+folder, saves = Path(sys.argv[1]), sys.argv[2] == "saves"
+signal.signal(signal.SIGTERM, lambda *_: (folder / f"saved-{os.environ['RANK']}").touch() or sys.exit(0))
+if not saves:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+(folder / f"begun-{os.environ['RANK']}").touch()
+time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize(
@@ -61,16 +55,37 @@ def test_a_process_with_threads_forks_no_ranks(monkeypatch: pytest.MonkeyPatch, 
 def test_the_first_rank_that_failed_is_told_and_a_refusal_before_it(
     failed: dict[int, int], told: tuple[int, str]
 ) -> None:
-    assert ranks.told(failed) == told
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in failed.items()}
+    for failure, when in zip(failures.values(), (10, 20), strict=True):
+        failure.timestamp = when
+    assert ranks.told(failures) == told
+
+
+def started(folder: Path, rank: str, *words: str) -> subprocess.Popen[str]:
+    (folder / "rank.py").write_text(rank)
+    program = [sys.executable, "-c", PROGRAM, str(folder / "rank.py"), str(folder), *words]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=learner_environment(None))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("status", "code", "lives"), [(0, 0, 1), (5, 0, 2), (REFUSED, REFUSED, 1)])
-def test_forked_ranks_are_started_again_unless_they_refuse(tmp_path: Path, status: int, code: int, lives: int) -> None:
-    (tmp_path / "rank.py").write_text(RANK)
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path), str(status)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, env=learner_environment(None))
-    assert done.stdout.splitlines()[-1] == str(code)
-    names = {path.name: path.read_text() for path in tmp_path.iterdir() if path.suffix != ".py"}
-    assert sorted(names) == sorted(f"{life}-{rank}" for life in ("first", "second")[:lives] for rank in range(2))
-    assert all("rank.py" in name for name in names.values()), "a rank has its own name in lists of processes"
+def test_ranks_are_started_again_unless_they_refuse(tmp_path: Path, status: int, code: int, lives: int) -> None:
+    said, _ = started(tmp_path, RANK, str(status)).communicate()
+    assert said.splitlines()[-1] == str(code)
+    names = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py")
+    assert names == sorted(f"{life}-{rank}" for life in ("first", "second")[:lives] for rank in range(2))
+
+
+@pytest.mark.parametrize("moment", ["before", "imports", "saves"])
+def test_a_stop_is_never_lost(tmp_path: Path, moment: str) -> None:
+    """Before there is a rank, while ranks cannot save yet, and when they can."""
+    with started(tmp_path, STOPPED, moment) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "listening\n"
+        while moment != "before" and len(list(tmp_path.glob("begun-*"))) < 2:
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=60)
+    assert said.splitlines()[-1] == str(128 + signal.SIGTERM)
+    assert len(list(tmp_path.glob("saved-*"))) == (2 if moment == "saves" else 0)

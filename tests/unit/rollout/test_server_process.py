@@ -24,7 +24,6 @@ from moe_trm.rollout.servers.port import held_port
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.launch import launch_command
-from moe_trm.runtime.warm import WarmServer
 
 
 def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
@@ -96,25 +95,6 @@ def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_pa
     assert "secret-key" not in arguments
     assert "MOE_TRM_API_KEY" not in environment
     assert log.read_text().splitlines()[0] == 'server_args api-key: "***" 1 1'
-
-
-def test_a_fork_of_a_warm_process_is_a_server_like_any_other(tmp_path: Path, pids_file: Path) -> None:
-    here = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[3])])
-    log = tmp_path / "rollout.log"
-    with WarmServer("tests.unit.runtime.light_server", environment={"PYTHONPATH": here}) as warm:
-        server = start_server(config(tmp_path), log, "secret-key", warm=warm.address())
-        pids = [int(pid) for pid in pids_file.read_text().split()]
-        assert (server.process.pid, server.poll()) == (pids[0], None)
-        assert os.getsid(pids[0]) == pids[0]
-        with urllib.request.urlopen(f"{server.url}/health", timeout=20) as response:
-            assert response.status == 200
-        server.stop(grace_s=0.5)
-        assert server.poll() is not None
-        assert wait_until_dead(pids)
-    assert log.read_text().splitlines()[0] == 'server_args api-key: "***" 1 1'
-    alone = start_server(config(tmp_path), log, "secret-key", warm=str(tmp_path / "nobody"))
-    assert alone.poll() is None
-    alone.stop(grace_s=0.5)
 
 
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path, pids_file: Path) -> None:
