@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from moe_trm_sglang_cpu.plugin import without_cuda
@@ -26,4 +27,5 @@ def activate() -> None:
 def _batched_attention(runner: Any) -> Any:
     from moe_trm_sglang_cpu.batched_attention import BatchedAttention
 
+    logging.getLogger(__name__).info("kernels for a CPU are loaded")
     return BatchedAttention(runner)
