@@ -68,7 +68,7 @@ def examine_family(family: str, folder: Path) -> dict[str, Any]:
 
 def examine_release(name: str, folder: Path) -> dict[str, Any]:
     """Run everything for a tiny checkpoint of a published model, in its form."""
-    from moe_trm.models.tiny.published import make_published
+    from benchmarks.published import make_published
 
     published = json.loads((RELEASES / f"{name}.json").read_text(encoding="utf-8"))
     return examine(make_published(published, folder / name), folder)

@@ -24,7 +24,7 @@ from benchmarks.table import Row, report
 from launch.threads import SINGLE_THREAD
 from moe_trm.config.schema import Config
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.plan.adapters import with_adapters
+from moe_trm.plan.lora import with_adapters
 from moe_trm.plan.memory import Load, stage_memory
 from moe_trm.plan.parameters import model_of
 

@@ -6,7 +6,7 @@ seconds of a pass of log-probs, of all other training, of handing over and of a 
 side computes. Then runs of the real SGLang server and the real learner, one rank each, are measured in each mode.
 Nothing of these runs is used by the prediction.
 
-Servers and learner share the cores of one machine here (`moe_trm/plan/sharing.py`). The speed of a core while all
+Servers and learner share the cores of one machine here (`benchmarks/sharing.py`). The speed of a core while all
 compute is measured apart (`benchmarks/crowded_cores.py`). A step lasts from one line of metrics to the next. The
 learning rate is 0, so that answers keep their lengths.
 """
@@ -25,6 +25,7 @@ from statistics import fmean, stdev
 
 from benchmarks.crowded_cores import crowded
 from benchmarks.options import command_line
+from benchmarks.sharing import Cores
 from benchmarks.short_run import SETTINGS, starting_checkpoint
 from benchmarks.side_cores import SideClock, watched
 from benchmarks.table import Row, report
@@ -34,8 +35,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
 from moe_trm.plan.lengths import Lengths, recorded
 from moe_trm.plan.modes import Mode
-from moe_trm.plan.sharing import Cores
-from moe_trm.plan.simulate import Fleet, Schedule, simulate
+from moe_trm.plan.simulate import SimulatedSchedule, SimulatedServers, simulate
 from moe_trm.plan.speed import anchor_passes
 from moe_trm.recording.bundle import BundleReader
 
@@ -151,7 +151,9 @@ def decoded(bundle: Path, slots: int) -> tuple[float, float]:
     reader, passes, tokens = BundleReader(str(bundle)), list[float](), list[int]()
     for step in list(reader.steps())[SKIPPED:]:
         answers = [record.num_sampled for record in sorted(reader.read(step), key=lambda record: record.sample_id)]
-        passes.append(simulate([answers], 0.0, Fleet(1, slots, lambda _n: 1.0), Schedule(0)).ends_s[-1])
+        passes.append(
+            simulate([answers], 0.0, SimulatedServers(1, slots, lambda _n: 1.0), SimulatedSchedule(0)).ends_s[-1]
+        )
         tokens.append(sum(answers))
     return fmean(passes), fmean(tokens)
 
@@ -194,7 +196,7 @@ def predicted(config: Config, speeds: Speeds, steps: int) -> tuple[float, float]
     """Mean seconds of a counted step, and the share of it in which the learner waits."""
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     slots = config.rollout.server.max_running_requests
-    fleet = Fleet(
+    fleet = SimulatedServers(
         1,
         slots,
         lambda n: 1 / (speeds.pass_s + speeds.row_s * n),

@@ -69,16 +69,11 @@ class TimedPass(ReplayPass):
 
     clock: Clock
 
-    def count(self, layer: int, live: Tensor, recompute: bool) -> None:
-        self.clock.time(super().count, layer, live, recompute)
+    def count(self, layer: int, live: Tensor, targets: Tensor, recompute: bool) -> None:
+        self.clock.time(super().count, layer, live, targets, recompute)
 
-    def prove(
-        self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool, routing_map: Tensor | None = None
-    ) -> None:
-        self.clock.time(super().prove, layer, matches, recompute, routing_map)
-
-    def settle(self) -> None:
-        self.clock.time(super().settle)
+    def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
+        self.clock.time(super().prove, layer, matches, recompute)
 
 
 class TimedReplayer(MegatronReplayer):

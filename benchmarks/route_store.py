@@ -25,7 +25,7 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.sglang.answer_form import decode_answer
 from routing import Layout, RouteRecord, decode, encode, expert_dtype
-from routing.cut import local_targets
+from routing.cut import by_layer, first_cut, stacked_routes
 from routing.groups import encode_group
 from routing.sglang import decode_payload
 
@@ -137,10 +137,16 @@ def arrival_row(name: str, model: Model, rows: int, repeats: int) -> Row:
         "narrow": narrow,
         "encode": lambda: encode(record),
         "decode": lambda: decode(wire),
-        "tensor": lambda: local_targets([record], Layout(1, rows), record.layer_ids, model.experts, model.top_k),
+        "tensor": lambda: targets(record, Layout(1, rows), model),
     }
     taken = {f"{stage} s": seconds(call, repeats)[0] for stage, call in stages.items()}
     return {"model": name, "tokens": rows + 1, "answer MB": len(body) / MB, **taken, "total s": sum(taken.values())}
+
+
+def targets(record: RouteRecord, layout: Layout, model: Model) -> object:
+    """The first cut of one record, as tensors."""
+    routes_SLK = stacked_routes([record], record.layer_ids, model.experts, model.top_k)
+    return by_layer(first_cut(routes_SLK, np.array([len(routes_SLK)]), layout, model.experts), record.layer_ids)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

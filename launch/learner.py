@@ -21,11 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host
-from moe_trm.checkpoint.checkpoints import Checkpoints
+from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import Config
+from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.preflight import check_launch, load_here
-from moe_trm.doctor.trial import try_task
 from moe_trm.errors import REFUSED, MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
+from moe_trm.checkpoint.resumption import Checkpoints, RunState, folder_of
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.diagnostics import gradient_noise
 from moe_trm.learner.protocol import Learner, UpdateResult

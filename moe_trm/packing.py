@@ -1,6 +1,6 @@
 """Sampled tokens without their padding.
 
-Shape letters: B rows, T columns, N sampled tokens, R runs of neighbouring ones.
+Shape letters: B rows, T columns, N sampled tokens.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-
-TOKENS_PER_RUN = 32
-"""Runs at least this long, on average, are copied as slices; shorter ones are gathered by index."""
 
 
 class Packing:
@@ -23,16 +20,9 @@ class Packing:
     """
 
     def __init__(self, mask: Tensor) -> None:
-        starts, ends = _runs(mask)
-        self.lengths = torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
-        if mask.shape[1]:
-            self.lengths.index_add_(0, starts // mask.shape[1], ends - starts)
-        self.num_tokens = int(self.lengths.sum())
-        self._spans: list[tuple[int, int]] | None = None
-        if len(starts) * TOKENS_PER_RUN <= self.num_tokens:
-            self._spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
-        else:
-            self._index = mask.flatten().nonzero()[:, 0]
+        self.lengths = mask.count_nonzero(dim=1)
+        self._index = mask.flatten().nonzero()[:, 0]
+        self.num_tokens = len(self._index)
 
     @cached_property
     def some(self) -> Tensor:
@@ -51,10 +41,7 @@ class Packing:
 
     def pack(self, values: Tensor) -> Tensor:
         """`values` `[B, T]` at the True positions, `[N]`, row by row."""
-        flat = values.flatten()
-        if self._spans is None:
-            return flat[self._index]
-        return torch.cat([flat[:0], *(flat[start:end] for start, end in self._spans)])
+        return values.flatten()[self._index]
 
     def row_sums(self, packed: Tensor) -> Tensor:
         """Sum of the packed values of each row, `[B]`."""
@@ -62,15 +49,3 @@ class Packing:
             return packed.new_zeros(0)
         sums: Tensor = torch.segment_reduce(packed, "sum", lengths=self.lengths)
         return sums
-
-
-def _runs(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat positions at which runs of True start, and those after which they end, `[R]` each. No run crosses a row."""
-    length = mask.shape[1]
-    if mask.numel() == 0:
-        none = torch.zeros(0, dtype=torch.int64, device=mask.device)
-        return none, none
-    row, column = (mask[:, 1:] ^ mask[:, :-1]).nonzero(as_tuple=True)
-    first, last = mask[:, 0].nonzero()[:, 0] * length, (mask[:, -1].nonzero()[:, 0] + 1) * length
-    edges = torch.cat([row * length + column + 1, first, last]).sort().values
-    return edges[0::2], edges[1::2]

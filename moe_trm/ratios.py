@@ -37,12 +37,6 @@ def masked_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, left, 0.0).to(dtype) - torch.where(mask, right, 0.0).to(dtype)
 
 
-def _detached_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
-    """`masked_difference` of tensors without gradient, in one pass less."""
-    dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
-    return (left.to(dtype) - right.to(dtype)).masked_fill_(~mask, 0.0)
-
-
 class LogRatios:
     """Masked log-ratios, each computed when it is first asked for.
 
@@ -122,15 +116,15 @@ class LogRatios:
 
     @cached_property
     def engine(self) -> Tensor:
-        return _detached_difference(self._known(self._behavior, "engine"), self._rollout, self.mask)
+        return masked_difference(self._known(self._behavior, "engine"), self._rollout, self.mask)
 
     @cached_property
     def lag(self) -> Tensor:
-        return _detached_difference(self._proximal, self._known(self._behavior, "lag"), self.mask)
+        return masked_difference(self._proximal, self._known(self._behavior, "lag"), self.mask)
 
     @cached_property
     def merged(self) -> Tensor:
-        return self.engine + self.lag if self.split else _detached_difference(self._proximal, self._rollout, self.mask)
+        return self.engine + self.lag if self.split else masked_difference(self._proximal, self._rollout, self.mask)
 
     @cached_property
     def update(self) -> Tensor:
@@ -175,8 +169,3 @@ def k3(log_ratio: Tensor) -> Tensor:
     """
     x = clamp_log_ratio(log_ratio.double())
     return x.expm1() - x
-
-
-def k3_sum(log_ratio: Tensor) -> Tensor:
-    """Sum of `k3` over all log-ratios."""
-    return k3(log_ratio).sum()

@@ -22,8 +22,7 @@ included. A name with count 0 is left out of the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -110,105 +109,6 @@ def add(parts: Iterable[Mapping[str, Tensor]]) -> Summable:
         for key, value in part.items():
             total[key] = _joined(key, total[key], value) if key in total else value
     return total
-
-
-class Sums(Mapping[str, Tensor]):
-    """Summable metrics as one vector: hundreds of values are added and sent in a few calls.
-
-    Args:
-        names: of the metrics.
-        values: `[len(names)]` float64, without gradients.
-    """
-
-    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
-        self.names, self.values_N = names, values
-        extremes, signs = _extremes(names)
-        self.extremes, self.signs = list(extremes), values.new_tensor(signs)
-        """Places of the maxima and minima, and their signs: a minimum is the largest of values with the other sign."""
-
-    @classmethod
-    def of(cls, metrics: Mapping[str, Tensor]) -> Sums:
-        """Of 0-d tensors on one device."""
-        if isinstance(metrics, Sums):
-            return metrics
-        given = list(metrics.values())
-        if any(value.dtype != torch.float64 for value in given):
-            given = [value.double() for value in given]
-        return cls(tuple(metrics), torch.stack(given).detach() if given else torch.zeros(0, dtype=torch.float64))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Mapping[str, Tensor]]) -> Sums:
-        """All metrics of several parts, which have different names."""
-        sums = [cls.of(part) for part in parts if part]
-        names = tuple(name for part in sums for name in part.names)
-        return cls(names, torch.cat([part.values_N for part in sums])) if sums else cls.of({})
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._by_name[name]
-
-    @cached_property
-    def _by_name(self) -> Summable:
-        return dict(zip(self.names, self.values_N.unbind(), strict=True))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __add__(self, other: Sums) -> Sums:
-        """Both, which have the same names: maxima and minima are compared, all else is added."""
-        assert self.names == other.names, "parts of a step have the same metrics"
-        total = self.values_N + other.values_N
-        if self.extremes:
-            ours, theirs = self.largest(), other.largest()
-            total[self.extremes] = self.signs * torch.maximum(ours, theirs)
-        return Sums(self.names, total)
-
-    def largest(self) -> Tensor:
-        """The values of the extremes, with signs by which the largest counts."""
-        return self.signs * self.values_N[self.extremes]
-
-    def to(self, device: torch.device) -> Sums:
-        return self if self.values_N.device == device else Sums(self.names, self.values_N.to(device))
-
-
-class Vectors:
-    """Collects summable metrics of several subjects, whose values come as vectors."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._values: list[Tensor] = []
-        self._filled: list[float] = []
-        self._filled_names: list[str] = []
-
-    def put(self, subjects: Sequence[str], keys: Sequence[str], values: Tensor) -> None:
-        """`SUBJECT/KEY` of all keys and subjects, `[keys, subjects]` float64."""
-        assert values.shape == (len(keys), len(subjects)), "one value of each key for each subject"
-        self._names += [f"{subject}/{key}" for key in keys for subject in subjects]
-        self._values.append(values.flatten())
-
-    def fill(self, subjects: Sequence[str], keys: Sequence[str], value: float) -> None:
-        """The same value for all keys and subjects."""
-        names = [f"{subject}/{key}" for key in keys for subject in subjects]
-        self._filled_names += names
-        self._filled += [value] * len(names)
-
-    def histogram(self, name: str, counts: Tensor) -> None:
-        """See `histogram`."""
-        self._names += [f"{name}:bin{place}" for place in range(len(counts))]
-        self._values.append(counts)
-
-    def sums(self) -> Sums:
-        """Everything that was put in."""
-        like = self._values[0] if self._values else torch.zeros(0, dtype=torch.float64)
-        return Sums((*self._names, *self._filled_names), torch.cat([*self._values, like.new_tensor(self._filled)]))
-
-
-@lru_cache(maxsize=16)
-def _extremes(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    places = tuple(place for place, name in enumerate(names) if compared(name))
-    return places, tuple(-1.0 if names[place].endswith(":min") else 1.0 for place in places)
 
 
 def _joined(key: str, one: Tensor, other: Tensor) -> Tensor:

@@ -313,6 +313,8 @@ class TokenBatch:
             tensors by `routing.layout`.
         origins: what the routes of each row are bound to besides its tokens (`RolloutRecord.origin`), None on padding
             rows; empty in batches that are made of no records.
+        sampled_by: the oldest and the newest weight version that sampled each row, on the host; -1 on padding rows,
+            empty in batches that are made of no records.
         rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on
             padding rows. None in batches that are only scored.
         kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]`
@@ -341,6 +343,7 @@ class TokenBatch:
     group_ids: torch.Tensor | None = None
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
+    sampled_by: tuple[tuple[int, int], ...] = ()
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None

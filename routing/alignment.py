@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.errors import MisalignedError
-from routing.flip_bound import FlipBoundError, Suspect
+from routing.flip_bound import FlipBoundError, Suspect, named
 from routing.replay import Recorded, ReplayRecords, ReplayReport, RouteSource
 
 RELATED = 1 / 4
@@ -50,7 +50,8 @@ class Agreement:
 
     Attributes:
         places: `[S, L, 4, 2]` tokens and their agreement, compared as in `PLACES`.
-        layers: `[S, L, L, 2]` the same for the live routes of one layer with the recorded ones of another.
+        layers: `[S, L, 2]` the same for the live routes of each layer with the recorded ones of the layer where the
+            suspect stands out.
         strangers: `[S, 2]` tokens that could be judged by themselves, and those that disagree with their routes.
     """
 
@@ -61,17 +62,14 @@ class Agreement:
     @classmethod
     def nothing(cls, suspects: int, layers: int) -> Agreement:
         """Sums before anything was compared."""
-        zeros = torch.zeros(suspects * (layers * 8 + layers * layers * 2 + 2), dtype=torch.float64)
+        zeros = torch.zeros(suspects * (layers * 8 + layers * 2 + 2), dtype=torch.float64)
         return cls.of(zeros, suspects, layers)
 
     @classmethod
     def of(cls, flat: Tensor, suspects: int, layers: int) -> Agreement:
         """The sums in `flat`."""
-        sizes = [suspects * layers * 8, suspects * layers * layers * 2, suspects * 2]
-        places, by_layer, strangers = torch.split(flat, sizes)
-        return cls(
-            places.view(suspects, layers, 4, 2), by_layer.view(suspects, layers, layers, 2), strangers.view(suspects, 2)
-        )
+        places, by_layer, strangers = torch.split(flat, [suspects * layers * 8, suspects * layers * 2, suspects * 2])
+        return cls(places.view(suspects, layers, 4, 2), by_layer.view(suspects, layers, 2), strangers.view(suspects, 2))
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three sums."""
@@ -81,8 +79,9 @@ class Agreement:
         """All sums in one row."""
         return torch.cat([part.flatten() for part in self.parts()])
 
-    def add(self, suspect: int, layers: Sequence[int], live: Routes, recorded: Routes) -> None:
-        """Compare one sample in `layers`."""
+    def add(self, suspect: int, layers: Sequence[int], live: Routes, recorded: Routes, *, worst: int) -> None:
+        """Compare one sample in `layers`; `worst` is the layer where it stands out."""
+        other = recorded(worst) if worst in layers else None
         by_token: list[Tensor] = []
         top_k = 0
         for layer in layers:
@@ -95,8 +94,8 @@ class Agreement:
             moved.append(theirs.roll(len(theirs) // 2, 0) if len(theirs) > 1 else torch.full_like(theirs, -1))
             for place, routes in enumerate(moved):
                 self.places[suspect, layer, place] += _agreement(own, routes).nan_to_num().sum(0)
-            for other in layers:
-                self.layers[suspect, layer, other] += _agreement(own, recorded(other)).nan_to_num().sum(0)
+            if other is not None:
+                self.layers[suspect, layer] += _agreement(own, other).nan_to_num().sum(0)
             by_token.append(_agreement(own, theirs)[:, 1])
         if layers and top_k * len(layers) >= JUDGED:
             mean = torch.stack(by_token).mean(0)
@@ -107,7 +106,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SuspectFinding:
     """The result of the second look at one suspect.
 
     Attributes:
@@ -129,7 +128,7 @@ def examine(
     num_layers: int,
     group: ProcessGroup | None,
     device: torch.device,
-) -> list[Finding]:
+) -> list[SuspectFinding]:
     """Compare the suspects' recorded routes with what the live router chose now. Collective over `group`.
 
     Args:
@@ -147,7 +146,7 @@ def examine(
         for row, key in enumerate(rows):
             if key in number and chosen is not None:
                 layers, own, recorded = _routes(source, chosen, row, len(rows))
-                sums.add(number[key], layers, own, recorded)
+                sums.add(number[key], layers, own, recorded, worst=doubt.suspects[number[key]].layer)
     flat = sums.flat().to(device)
     if group is not None:
         torch.distributed.all_reduce(flat, group=group)
@@ -157,9 +156,14 @@ def examine(
     return [_judge(whole, suspect, place) for place, suspect in enumerate(doubt.suspects)]
 
 
-def refuse(doubt: FlipBoundError, findings: Sequence[Finding]) -> ReplayReport:
-    """The report, when all suspects are in place: the router has moved. Raises `MisalignedError` when one is not."""
+def refuse(doubt: FlipBoundError, findings: Sequence[SuspectFinding]) -> ReplayReport:
+    """The report, when all suspects are in place: the router has moved. Raises `MisalignedError` when one is not.
+
+    Or when something is wrong wherever the router has moved to.
+    """
     wrong = [finding for finding in findings if not finding.in_place]
+    if not wrong and doubt.certain is not None:
+        raise doubt.certain
     if not wrong:
         return ReplayReport(
             doubt.report.replayed,
@@ -169,7 +173,7 @@ def refuse(doubt: FlipBoundError, findings: Sequence[Finding]) -> ReplayReport:
             doubt.report.native,
             len(findings),
         )
-    listed = "".join(f"\n  {finding.suspect}. {finding.words}" for finding in wrong)
+    listed = named([f"{finding.suspect}. {finding.words}" for finding in wrong])
     raise MisalignedError(
         f"{doubt.what}. Without replay, the live router does not agree with the recorded routes of "
         f"{len(wrong)} samples, so this is no router that has moved: rows or layers are misaligned, or the routes are "
@@ -228,7 +232,7 @@ def _share(sums: Tensor) -> float:
     return agreed / tokens if tokens else 0.0
 
 
-def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
+def _judge(sums: Agreement, suspect: Suspect, place: int) -> SuspectFinding:
     here = sums.places[place, suspect.layer], sums.places[place].sum(0)
     chances = [_share(values[3]) for values in here]
 
@@ -241,7 +245,7 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
     chance = chances[scope]
     others = {PLACES[shift]: _share(here[scope][shift]) for shift in (1, 2)}
     if scope == 0:
-        layers = sums.layers[place, :, suspect.layer]
+        layers = sums.layers[place]
         others |= {f"of layer {other}": _share(layers[other]) for other in range(len(layers)) if other != suspect.layer}
     best = max(others, key=lambda one: others[one])
     words = (
@@ -252,7 +256,9 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
     elsewhere = relation(others[best], chance)
     if inside < max(RELATED, elsewhere - RELATED):
         whose = f": these are the routes {best}" if elsewhere > max(0.5, inside) else ": they are unrelated"
-        return Finding(suspect, False, words + whose)
+        return SuspectFinding(suspect, False, words + whose)
     if tokens and strangers / tokens >= PART:
-        return Finding(suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether")
-    return Finding(suspect, True, words)
+        return SuspectFinding(
+            suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether"
+        )
+    return SuspectFinding(suspect, True, words)

@@ -52,25 +52,6 @@ def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray:
     return np.arange(num_tokens * top_k).reshape(num_tokens, top_k) % num_experts
 
 
-def local_targets(
-    records: Sequence[RouteRecord | None], layout: AnyLayout, layer_ids: Sequence[int], num_experts: int, top_k: int
-) -> dict[int, Tensor]:
-    """Routes for each local router: layer id -> `[N, K]` int64 in router order, cut by the same layout as the tokens.
-
-    Args:
-        records: one per row of the micro-batch, already checked by `check_records`; None on padding rows.
-        layout: the rank's cut.
-        layer_ids: the MoE layers of the forwarded model part; a pipeline stage names its own.
-        num_experts: of the model.
-        top_k: of the model.
-
-    Raises:
-        RouteError: `rows`, `layers`, `shape`, `range`.
-    """
-    routes_SLK = stacked_routes(records, layer_ids, num_experts, top_k)
-    return by_layer(first_cut(routes_SLK, rows_of_records(records), layout, num_experts), layer_ids)
-
-
 def first_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout, num_experts: int) -> np.ndarray:
     """`[L, N, K]`: the routes of `stacked_routes` in router order, `rows_B` of them for each row of the micro-batch.
 

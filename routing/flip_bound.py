@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from routing.errors import ReplayProofError
+from routing import token_agreement as by_token
+from routing.errors import MisalignedError, ReplayProofError
 from routing.replay import ReplayReport
 from routing.sample_flips import SampleFlips, name_of
 
@@ -36,7 +37,7 @@ FEW = 32
 NEAR = 0.2
 """Part of the way to chance below which no share is looked at."""
 NAMED = 16
-"""Suspects that are examined and named."""
+"""Samples that a message names. All of them are examined and counted."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,110 @@ class FlipBoundError(ReplayProofError):
         suspects: the samples that stand out, the worst first.
         report: counters of the step.
         alike: no sample stands out of its batch, which is beyond the bound as a whole; `suspects` are the worst ones.
+        certain: what is wrong even if the router has moved; None: nothing.
     """
 
-    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport, *, alike: bool = False) -> None:
+    def __init__(
+        self,
+        what: str,
+        suspects: Sequence[Suspect],
+        report: ReplayReport,
+        *,
+        alike: bool = False,
+        certain: MisalignedError | None = None,
+    ) -> None:
         self.what, self.suspects, self.report, self.alike = what, tuple(suspects), report, alike
-        listed = "".join(f"\n  {suspect}" for suspect in suspects)
+        self.certain = certain
+        listed = named(suspects)
         super().__init__(
             f"{what}. Rows or layers are misaligned, or the live router has moved since these samples were taken:"
             f"{listed}"
         )
+
+
+def named(found: Sequence[object]) -> str:
+    """A line for each of the first `NAMED`, and how many there are besides."""
+    more = f"\n  and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return "".join(f"\n  {one}" for one in found[:NAMED]) + more
+
+
+def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | None:
+    """What is wrong with routes that flip more often than `max_flip_rate` at the very weights that sampled them.
+
+    In a sample, in a layer of the batch, or overall; only rounding can have moved the router there.
+    """
+    due, flipped = flips.due[flips.fresh], flips.flipped[flips.fresh]
+    if not len(due):
+        return None
+
+    def beyond(due: int, flipped: int, tokens: int) -> bool:
+        rate = np.array(flipped / max(due, 1))
+        return bool(rate > max_flip_rate and tokens * float(_kl(rate, np.array(max_flip_rate))) >= EVIDENCE)
+
+    keys, tokens = flips.keys[flips.fresh], due.max(1)
+    wrong = [
+        f"{name_of(int(keys[place]))}: {flipped[place].sum() / due[place].sum():.1%} of its sets flip"
+        for place in range(len(due))
+        if beyond(due[place].sum(), flipped[place].sum(), tokens[place])
+    ]
+    wrong += [
+        f"layer {layer}: {flipped[:, layer].sum() / due[:, layer].sum():.1%} of its sets flip"
+        for layer in range(due.shape[1])
+        if beyond(due[:, layer].sum(), flipped[:, layer].sum(), due[:, layer].sum())
+    ]
+    if not wrong and not beyond(due.sum(), flipped.sum(), tokens.sum()):
+        return None
+    return MisalignedError(
+        f"the live router would not choose the recorded sets ({flipped.sum() / due.sum():.1%} of them differ; "
+        f"replay.max_local_flip_rate is {max_flip_rate:g}), although it has the weights that sampled them. Rounding "
+        f"does not explain that:{named(wrong)}\nNothing was trained on this update. Look for a defect of the engine's "
+        "route recording, and measure it with `moe-trm doctor`. Where the rollout's weights are rounded to few bits or "
+        "have noise on purpose, raise the bound."
+    )
+
+
+def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedError | None:
+    """What is wrong where part of the tokens disagree with their routes (`routing.token_agreement`)."""
+    wrong = [*_wrong_samples(flips), *_wrong_layers(flips, top_k, num_experts)]
+    found = flips.by_token
+    tokens, apart, expected = (int(part.sum()) for part in (found.tokens, found.apart, found.expected))
+    share, usual = apart / max(tokens, 1), expected / by_token.UNIT / max(tokens, 1)
+    if not wrong and by_token.evidence(share, usual, tokens) < by_token.EVIDENCE:
+        return None
+    ends = int((found.last[found.run > 0] == found.tokens[found.run > 0] - 1).sum())
+    begins = int((found.first[found.run > 0] == 0).sum())
+    where = f" {ends} samples disagree at their end, {begins} at their beginning." if ends or begins else ""
+    return MisalignedError(
+        f"{apart} of {tokens} tokens ({share:.1%}) agree with their recorded routes no better than with those of any "
+        f"other token; {usual:.1%} are expected of rounding or of a router that has moved, which spread over all "
+        f"tokens.{where} Part of the routes are not those of their tokens and layers:{named(wrong)}\n"
+        "Nothing was trained on this update. Look for a defect of the engine's route recording (its version, its cache "
+        "settings), and measure it with `moe-trm doctor`."
+    )
+
+
+def _wrong_samples(flips: SampleFlips) -> list[str]:
+    found, wrong = flips.by_token, []
+    for place in np.flatnonzero(found.apart):
+        tokens, apart = int(found.tokens[place]), int(found.apart[place])
+        usual = int(found.expected[place]) / by_token.UNIT / tokens
+        nats, first, last = (int(part[place]) for part in found[3:])
+        run = nats >= by_token.EVIDENCE * by_token.UNIT
+        if run or by_token.evidence(apart / tokens, usual, tokens) >= by_token.EVIDENCE:
+            at = f", most of them from token {first} to {last}" if run else ""
+            wrong.append((apart / tokens, f"{name_of(int(flips.keys[place]))}: {apart} of {tokens} tokens{at}"))
+    return [words for _, words in sorted(wrong, reverse=True)]
+
+
+def _wrong_layers(flips: SampleFlips, top_k: int, num_experts: int) -> list[str]:
+    least, wrong = by_token.least_lost(top_k, 1 - top_k / num_experts), []
+    for layer in np.flatnonzero(flips.apart[:, 0]):
+        apart, lost_apart = (int(number) for number in flips.apart[layer])
+        tokens, lost = int(flips.due[:, layer].sum()), int(flips.lost[:, layer].sum())
+        usual = by_token.clean_share(top_k, least, tokens - apart, lost - lost_apart)
+        if by_token.evidence(apart / tokens, usual, tokens) >= by_token.EVIDENCE:
+            wrong.append(f"layer {layer}: {apart} of {tokens} tokens, where {usual:.1%} are expected")
+    return wrong
 
 
 class _Shares(NamedTuple):
@@ -91,7 +187,7 @@ class _Shares(NamedTuple):
 
 
 def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
-    """Samples whose flips the batch does not explain, the worst first, at most `NAMED`."""
+    """Samples whose flips the batch does not explain, the worst first."""
     chance = 1 - top_k / num_experts
     layers = np.flatnonzero(flips.due.any(0))
     # Thresholds are at least a quarter of the way to chance: mostly nobody comes near one.
@@ -104,17 +200,17 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
     # The layers of a token are not independent: over all layers, a token counts once.
     whole = whole._replace(tokens=whole.tokens / np.maximum((flips.due > 0).sum(1, keepdims=True), 1))
     found = np.maximum(evidence.max(1), _evidence(whole, chance, way=1 / 4)[:, 0])
-    order = [one for one in np.argsort(-found, kind="stable") if found[one] >= EVIDENCE][:NAMED]
+    order = [one for one in np.argsort(-found, kind="stable") if found[one] >= EVIDENCE]
     return [_suspect(flips, by_layer, layers, one) for one in order]
 
 
 def worst(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
-    """The `NAMED` samples that lost most, those of few tokens last, for a batch beyond its bound as a whole."""
+    """All samples of a batch beyond its bound as a whole: those that lost most first, those of few tokens last."""
     layers = np.flatnonzero(flips.due.any(0))
     if not len(layers):
         return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, 1 - top_k / num_experts)
-    order = np.argsort(-(by_layer.lost * np.minimum(by_layer.tokens, FEW)).max(1), kind="stable")[:NAMED]
+    order = np.argsort(-(by_layer.lost * np.minimum(by_layer.tokens, FEW)).max(1), kind="stable")
     return [_suspect(flips, by_layer, layers, one) for one in order]
 
 

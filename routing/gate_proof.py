@@ -1,9 +1,9 @@
-"""Gate weights at replayed ids, and the router's gradient: proved once for each layer after a replayer is attached.
+"""Gate weights at replayed ids, proved in every replayed forward; the router's gradient, proved once for each layer.
 
 Ids alone prove half of a replay. The experts could be given the live experts' weights, or weights without a gradient.
-So in the first replayed forward of each layer, the weights that the experts get are compared with the formula, applied
-to the expected ids. And in the first backward with a gradient at these weights, the router must get one that is not
-zero. A run that is resumed attaches anew, and proves both again.
+So in each replayed forward, the weights that the experts get are compared with the formula, applied to the expected
+ids. And in the first backward with a gradient at these weights, the router must get one that is not zero. A run that
+is resumed attaches anew, and proves the gradient again.
 
 Shape letters: N local tokens in router order, K experts per token, E experts.
 """
@@ -33,21 +33,16 @@ class GateProof:
     """
 
     def __init__(self, layers: Sequence[int], num_layers: int, device: torch.device) -> None:
-        self._uncompared, self._unanswered = set(layers), set(layers)
+        self._unanswered = set(layers)
         self._nothing = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
         self._told = False
-        """Whether anything was counted since the last `take`; once all layers are proved, nothing is."""
+        """Whether anything was counted since the last `take`."""
         self._wrong = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self._asked, self._answered = (torch.zeros(num_layers, dtype=torch.bool, device=device) for _ in range(2))
-
-    def compares(self, layer: int) -> bool:
-        """True until the weights of `layer` were compared."""
-        return layer in self._uncompared
 
     @torch.no_grad()
     def compare(self, layer: int, weights: Tensor, formula: Tensor, due: Tensor) -> None:
         """Count the tokens `due` `[N]` whose weights `[N, K]` are not those of `formula`."""
-        self._uncompared.discard(layer)
         self._told = True
         close = torch.isclose(weights.float(), formula.float(), rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
         self._wrong[layer] += (~close & due).sum()

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.cut import by_layer, first_cut, rows_of_records, stacked_routes
+from routing.due import Due
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.gate_proof import GateProof, megatron_weights
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
@@ -34,8 +35,8 @@ from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
 from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
-from routing.prepared import KEPT_BYTES, Due, Prepared, Tokens
-from routing.proof import expected_routes, sample_of_tokens, second_cut
+from routing.proof import sample_of_tokens, second_cut
+from routing.record import RouteRecord
 from routing.replay import (
     Native,
     ReplayRecorded,
@@ -47,7 +48,7 @@ from routing.replay import (
 )
 from routing.replay_pass import Counters, ReplayPass, judge
 from routing.rows import Rows
-from routing.running import Running
+from routing.running import RunningPass
 from routing.sample_flips import PassFlips, keys_of, total
 
 
@@ -85,7 +86,7 @@ class MegatronReplayer:
         check_config(self.config)
         self._chunks = {id(chunk): (chunk, moe_layers(chunk)) for chunk in chunks}
         self._model_layer_ids = all_moe_layer_ids(self.config)
-        self._running = Running()
+        self._running = RunningPass()
         self._taps: dict[int, RouterTap] = {}
         self._previous: dict[int, Any] = {}
         self._hooks: list[Any] = []
@@ -167,7 +168,6 @@ class MegatronReplayer:
             yield opened
         finally:
             self._running.active = None
-            opened.settle()
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
@@ -208,19 +208,18 @@ class MegatronReplayer:
         layers: Sequence[int],
         samples: Sequence[int] | None,
     ) -> ReplayPass:
-        tokens = Tokens(layout, input_ids, target_ids, valid)
         opened = self.new_pass(source, layers, layout.num_local)
         opened.layout = layout
+        rows = self._rows(layout, valid)
+        if isinstance(source, Native):
+            return opened
         if isinstance(source, ReplayRecords):
-            ready = self._prepared(source, tokens, tuple(layers))
+            check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
             opened.targets, opened.expected = (
-                by_layer(routes_LNK, layers, self._device) for routes_LNK in (ready.given, ready.expected)
+                by_layer(routes_LNK, layers, self._device) for routes_LNK in self._cuts(source.records, layout, layers)
             )
-            due = ready.due
+            due = Due.of(rows.lengths, layout, source.records)
         else:
-            rows = self._rows(tokens)
-            if isinstance(source, Native):
-                return opened
             opened.digest = batch_digest(input_ids, target_ids, valid) + layout.digest()
             if not isinstance(source, ReplayRecorded):
                 return opened
@@ -235,21 +234,20 @@ class MegatronReplayer:
             sample_last=True,
             device=self._device,
             sample_of=sample_of_tokens(layout),
+            due=due.due if isinstance(source, ReplayRecords) else None,
+            experts=(int(self.config.moe_router_topk), int(self.config.num_moe_experts)),
+            at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
         )
         self._by_sample.append(flips)
         opened.expect(due.due, due.free, self._device, flips)
         return opened
 
-    def _prepared(self, source: ReplayRecords, tokens: Tokens, layers: tuple[int, ...]) -> Prepared:
-        """The records as `layers` of this rank replay them: what an earlier pass made, or anew."""
+    def _cuts(
+        self, records: Sequence[RouteRecord | None], layout: AnyLayout, layers: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`[L, N, K]` that the routers of `layers` are given, and the second cut, which the proof compares with."""
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
-        name = (layers, self._model_layer_ids, experts, top_k, self.missing)
-        kept: Prepared | None = source.kept.get(name)
-        if kept is not None and kept.tokens.same(tokens):
-            return kept
-        rows = self._rows(tokens)
-        check_rows(source.records, rows, tokens.input_ids, tokens.target_ids, self.missing, source.origins)
-        for layer_ids in {record.layer_ids for record in source.records if record is not None}:
+        for layer_ids in {record.layer_ids for record in records if record is not None}:
             # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another model.
             if not set(layer_ids) <= set(self._model_layer_ids):
                 raise RouteError(
@@ -258,26 +256,12 @@ class MegatronReplayer:
                     got=layer_ids,
                     expected=f"some of {self._model_layer_ids}",
                 )
-        routes_SLK, rows_B = stacked_routes(source.records, layers, experts, top_k), rows_of_records(source.records)
-        ready = Prepared(
-            tokens.copy(),
-            first_cut(routes_SLK, rows_B, tokens.layout, experts),
-            self._cut_again(routes_SLK, rows_B, tokens.layout),
-            Due.of(rows.lengths, tokens.layout, source.records),
-        )
-        if ready.given.nbytes <= KEPT_BYTES:
-            source.kept[name] = ready
-        return ready
+        routes_SLK, rows_B = stacked_routes(records, layers, experts, top_k), rows_of_records(records)
+        return first_cut(routes_SLK, rows_B, layout, experts), self._cut_again(routes_SLK, rows_B, layout)
 
     def new_pass(self, source: RouteSource, layer_ids: Sequence[int], num_local: int) -> ReplayPass:
         """An empty pass; what is measured about passes hooks in here."""
         return ReplayPass(source, layer_ids, num_local, self._counters)
-
-    def expect(self, source: ReplayRecords, layout: AnyLayout, layers: Sequence[int]) -> dict[int, Tensor]:
-        """The second cut of the records: layer id -> `[N, K]`."""
-        return expected_routes(
-            source.records, layout, layers, int(self.config.num_moe_experts), int(self.config.moe_router_topk)
-        )
 
     def _cut_again(self, routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
         return second_cut(routes_SLK, rows_B, layout)
@@ -285,11 +269,11 @@ class MegatronReplayer:
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}
 
-    def _rows(self, tokens: Tokens) -> Rows:
+    def _rows(self, layout: AnyLayout, valid: Tensor) -> Rows:
         """The rows of the micro-batch. Raises `RouteError` unless the layout is of this model and of them."""
-        rows, layout = Rows.right_padded(tokens.valid), tokens.layout
+        rows = Rows.right_padded(valid)
         tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
-        wanted = (*tokens.input_ids.shape, int(self.config.context_parallel_size), tensor)
+        wanted = (*valid.shape, int(self.config.context_parallel_size), tensor)
         got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
         if got != wanted:
             raise RouteError(
@@ -317,8 +301,7 @@ class MegatronReplayer:
 
     def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
         running, recompute = self._running.current()
-        routing_map = dispatched.whole_map(running.num_local) if running.replays else None
-        running.prove(layer, dispatched.matches, recompute, routing_map)
+        running.prove(layer, dispatched.matches, recompute)
 
     def _prove_gate(self, layer: int, router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
         """See `routing.gate_proof`."""
@@ -326,13 +309,10 @@ class MegatronReplayer:
         if not running.replays:
             return
         weights = output[0]
-        if self._gates.compares(layer):
-            with torch.no_grad():
-                ids = running.expected[layer]
-                logits = router.gating(args[0]).view(-1, weights.shape[1])
-                self._gates.compare(
-                    layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due
-                )
+        with torch.no_grad():
+            ids = running.expected[layer]
+            logits = router.gating(args[0]).view(-1, weights.shape[1])
+            self._gates.compare(layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due)
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             if not router.weight.is_leaf:

@@ -34,19 +34,12 @@ class Dispatched:
         if self._hook is not None:
             self._hook.remove()
 
-    def whole_map(self, num_local: int) -> Tensor | None:
-        """`[N, E]`, where the dispatcher keeps the whole map: it then sends tokens by that alone. None: it does not."""
-        if self._gathers:
-            return None
-        routing_map: Tensor = self._checked(self._moe.token_dispatcher.routing_map, num_local)
-        return routing_map
-
     def matches(self, experts: Tensor) -> Tensor:
         """`[N]` bool: the dispatcher sends each local token to exactly its ids in `experts` `[N, K]`."""
-        whole_map = self.whole_map(len(experts))
-        if whole_map is not None:
-            return same_set(whole_map, experts)
         dispatcher = self._moe.token_dispatcher
+        if not self._gathers:
+            # It sends tokens by the whole map alone.
+            return same_set(self._checked(dispatcher.routing_map, len(experts)), experts)
         routed, self._routed = self._checked(self._routed, len(experts)), None
         start = dispatcher.tp_ep_group.rank() * len(experts) if dispatcher.tp_ep_group.size() > 1 else 0
         local = dispatcher.local_map[start : start + len(experts)]

@@ -1,8 +1,8 @@
 """The counts of a proof over all ranks, in one exchange for a usual micro-batch and two for a large one.
 
-A rank tells all others its counters and, for each of its samples in each of its MoE layers, what was due, flipped and
-lost. Other ranks may have the same samples (other layers, other columns) and others. Everything is a whole number, so
-sums are exact.
+A rank tells all others its counters and, for each of its samples, what was due, flipped and lost in each of its MoE
+layers, and how many tokens disagree with their routes. Other ranks may have the same samples (other layers, other
+columns) and others. Everything is a whole number, so sums are exact.
 
 Shape letters: S samples, L decoder layers, G ranks, W words that a rank sends.
 """
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.sample_flips import SampleFlips, summed
+from routing.token_agreement import Disagreement
 
 ROOM = 1 << 11
-"""Words of the first exchange: 150 samples in four layers. A rank with more sends the rest in a second one."""
+"""Words of the first exchange: 100 samples in four layers. A rank with more sends the rest in a second one."""
 
 
 def over_ranks(
@@ -32,32 +33,57 @@ def over_ranks(
         device: where the collectives of `group` work.
     """
     if group is None or group.size() == 1:
-        return sums, summed(flips.keys, np.stack([flips.due, flips.flipped, flips.lost]))
+        return sums, summed(flips)
     num_layers = flips.due.shape[1]
     heard = _exchanged(_written(sums, flips), group, device)
-    counters, keys, tables = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)
+    counters, found = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)
     total = torch.from_numpy(np.sum(counters, axis=0)).view(sums.shape)
-    return total, summed(np.concatenate(keys), np.concatenate(tables, axis=1))
+    return total, summed(
+        SampleFlips(
+            np.concatenate([one.keys for one in found]),
+            np.concatenate([one.due for one in found]),
+            np.concatenate([one.flipped for one in found]),
+            np.concatenate([one.lost for one in found]),
+            np.sum([one.apart for one in found], axis=0),
+            Disagreement(*(np.concatenate(part) for part in zip(*(one.by_token for one in found), strict=True))),
+            np.concatenate([one.fresh for one in found]),
+        )
+    )
 
 
 def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
-    """`[W]` int64: its own length, samples, layers, the counters, ids of both, and three tables."""
+    """`[W]` int64: its own length, samples, layers, the counters, the layers' counts and ids, and those of samples."""
     layers = np.flatnonzero(flips.due.any(0))
     tables = np.stack([flips.due, flips.flipped, flips.lost])[..., layers]
+    rows = np.stack([flips.keys, *flips.by_token, flips.fresh])
     words = np.concatenate(
-        [[0, len(flips.keys), len(layers)], sums.flatten().numpy(), layers, flips.keys, tables.ravel()]
+        [
+            [0, len(flips.keys), len(layers)],
+            sums.flatten().numpy(),
+            layers,
+            flips.apart[layers].ravel(),
+            rows.ravel(),
+            tables.ravel(),
+        ]
     )
     words[0] = len(words)
     return words
 
 
-def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The counters of a rank, the ids of its samples `[S]`, and their three tables `[3, S, L]`."""
+def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarray, SampleFlips]:
+    """The counters of a rank, and its samples."""
     _, samples, layers = words_W[:3].tolist()
-    own_at, keys_at, tables_at = 3 + num_sums, 3 + num_sums + layers, 3 + num_sums + layers + samples
+    ids_at = 3 + num_sums
+    apart_at, rows_at = ids_at + layers, ids_at + 3 * layers
+    tables_at = rows_at + 8 * samples
+    own = words_W[ids_at:apart_at]
+    apart = np.zeros((num_layers, 2), np.int64)
+    apart[own] = words_W[apart_at:rows_at].reshape(layers, 2)
+    keys, *by_token, fresh = words_W[rows_at:tables_at].reshape(8, samples)
     whole = np.zeros((3, samples, num_layers), np.int64)
-    whole[..., words_W[own_at:keys_at]] = words_W[tables_at:].reshape(3, samples, layers)
-    return words_W[3:own_at], words_W[keys_at:tables_at], whole
+    whole[..., own] = words_W[tables_at:].reshape(3, samples, layers)
+    due, flipped, lost = whole
+    return words_W[3:ids_at], SampleFlips(keys, due, flipped, lost, apart, Disagreement(*by_token), fresh.astype(bool))
 
 
 def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from routing.cut import by_layer, layers_first, rows_of_records, stacked_routes
+from routing.cut import layers_first
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.record import RouteRecord
 
@@ -86,19 +86,11 @@ def free_tokens(records: Sequence[RouteRecord | None], layout: AnyLayout) -> Ten
     return torch.from_numpy(free_N)
 
 
-def expected_routes(
-    records: Sequence[RouteRecord | None], layout: AnyLayout, layer_ids: Sequence[int], num_experts: int, top_k: int
-) -> dict[int, Tensor]:
-    """Layer id -> `[N, K]` int64 recorded ids in router order.
+def second_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
+    """`[L, N, K]` recorded ids in router order, of the routes of `stacked_routes`, `rows_B` of them for each sequence.
 
     Rows that are not due hold zeros and must not be read.
     """
-    routes_SLK = stacked_routes(records, layer_ids, num_experts, top_k)
-    return by_layer(second_cut(routes_SLK, rows_of_records(records), layout), layer_ids)
-
-
-def second_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
-    """`[L, N, K]` likewise, of the routes of `stacked_routes`, `rows_B` of them for each sequence."""
     sequence, column = locate(layout)
     real = column < rows_B[sequence]
     first_B = np.cumsum(rows_B) - rows_B
@@ -124,9 +116,3 @@ def shared(left: Tensor, right: Tensor) -> Tensor:
     left_KN, right_KN = (ids.t().to(torch.int16, memory_format=torch.contiguous_format) for ids in (left, right))
     equal_KKN = (left_KN[:, None] == right_KN).view(torch.uint8)
     return equal_KKN.sum((0, 1), dtype=torch.int16)
-
-
-def differs(left: Tensor, right: Tensor) -> Tensor:
-    """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
-    # Distinct ids: the sets are equal exactly when K of the K * K pairs are.
-    return shared(left, right) != left.shape[1]

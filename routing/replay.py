@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -101,13 +101,15 @@ class ReplayRecords:
             where records are bound to their tokens alone.
         scores: those that the routers gave the same experts in an earlier pass, to compare with; `router_shift.KEEP`
             keeps those of this pass; None: neither.
-        kept: what replayers have made of these very records (`routing.prepared`), for further passes with this source.
+        at_sampling: of each record, whether the pass has the weights that sampled its row. True: only rounding may
+            explain flips. False: another pass of the step has them and judges the row, so this one does not. None, and
+            empty for all: unknown, so the router may have moved.
     """
 
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
     scores: RouterScores | None = None
-    kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    at_sampling: tuple[bool | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,33 +198,6 @@ def row_lengths(valid: Tensor) -> list[int]:
     return list(Rows.right_padded(valid).lengths)
 
 
-def check_records(
-    records: Sequence[RouteRecord | None],
-    input_ids: Tensor,
-    target_ids: Tensor,
-    valid: Tensor,
-    missing: Literal["reject", "native"] = "reject",
-    origins: Sequence[bytes | None] = (),
-) -> None:
-    """Raise `RouteError` unless row `b` of the micro-batch is the sequence that `records[b]` was made for.
-
-    The tokens of a row are its valid `input_ids` and then its last valid `target_ids`. Swapped samples, stale records
-    and rows cut short all change the digest. Padding rows, and only those, have no record.
-
-    Args:
-        records: one per row.
-        input_ids: `[B, R]`, the whole micro-batch before any cut.
-        target_ids: `[B, R]`, likewise.
-        valid: `[B, R]` bool, likewise.
-        missing: `reject` refuses records with rows that have no routes.
-        origins: as in `ReplayRecords`.
-
-    Raises:
-        RouteError: `rows` (count, missing or superfluous record, rows without routes, not right-padded), `digest`.
-    """
-    check_rows(records, Rows.right_padded(valid), input_ids, target_ids, missing, origins)
-
-
 def check_rows(
     records: Sequence[RouteRecord | None],
     rows: Rows,
@@ -231,10 +206,22 @@ def check_rows(
     missing: Literal["reject", "native"] = "reject",
     origins: Sequence[bytes | None] = (),
 ) -> None:
-    """As `check_records`, for rows of any layout, with one record for each of their sequences.
+    """Raise `RouteError` unless each sequence of `rows` is the one that its record was made for.
 
-    Without `target_ids` the rows hold whole sequences, their last tokens too, and a sequence of T tokens needs routes
-    of T - 1.
+    The tokens of a sequence are its `input_ids` and then its last `target_ids`. Swapped samples, stale records and rows
+    cut short all change the digest. Rows of padding alone, and only those, have no record.
+
+    Args:
+        records: one for each sequence.
+        rows: where the sequences lie in the whole micro-batch, before any cut.
+        input_ids: `[B, R]`.
+        target_ids: `[B, R]`. None: the rows hold whole sequences, their last tokens too, and a sequence of T tokens
+            needs routes of T - 1.
+        missing: `reject` refuses records with rows that have no routes.
+        origins: as in `ReplayRecords`.
+
+    Raises:
+        RouteError: `rows` (count, missing or superfluous record, rows without routes), `digest`.
     """
     rows.check_shape(input_ids)
     if len(records) != len(rows.spans):

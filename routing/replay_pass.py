@@ -5,20 +5,21 @@ Shape letters: N local tokens in router order, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from routing.errors import ReplayProofError, RouteError
-from routing.flip_bound import FlipBoundError, suspects, worst
+from routing.flip_bound import FlipBoundError, fresh_fault, suspects, token_fault, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
 from routing.packed_layout import AnyLayout
-from routing.proof import same_set, shared
+from routing.proof import shared
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.router_shift import RouterWatch
-from routing.sample_flips import PassFlips, SampleFlips, add_at
+from routing.sample_flips import PassFlips, SampleFlips
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -29,10 +30,6 @@ DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 - would have chosen otherwise.
 - have a record without routes there, and were left to the live router.
 """
-HELD = 1 << 20
-"""Ids of live routers that wait to be compared: all layers at once are several times faster, and take memory."""
-SMALL = 1 << 18
-"""Entries of a routing map that may wait, too. Larger ones are compared one by one, which costs nothing then."""
 
 
 class Counters:
@@ -45,10 +42,9 @@ class Counters:
     def __len__(self) -> int:
         return len(self.host)
 
-    def count(self, layers: Iterable[int], column: int, number: int) -> None:
+    def count(self, layer: int, column: int, number: int) -> None:
         """Add `number` tokens that the host knows of."""
-        for layer in layers:
-            self.host[layer][column] += number
+        self.host[layer][column] += number
 
     def take(self, beside: Tensor) -> Tensor:
         """Both parts together, on the CPU, with the columns `beside` `[layers, ...]` behind them. Reset by the call."""
@@ -79,11 +75,7 @@ class ReplayPass:
         self._num_free = 0
         self._taken: dict[int, Tensor] = {}
         self._margins: dict[int, Tensor] = {}
-        self._waiting: dict[int, Tensor] = {}
-        self._num_held = 0
-        self._maps: dict[int, Tensor] = {}
-        self._matched: dict[int, Tensor] = {}
-        self._flips: dict[int, tuple[Tensor, int]] = {}
+        self._flips: dict[int, Tensor] = {}
         self._by_sample: PassFlips | None = None
         scores = None if isinstance(source, Native) else source.scores
         self.watch = None if scores is None else RouterWatch(scores)
@@ -111,8 +103,8 @@ class ReplayPass:
         live = ~due if rest_is_live else free
         if live is not None and bool(live.any()):
             self._live = live[:, None].to(device, non_blocking=True)
-        if self.layer_ids:
-            self.counters.count(self.layer_ids, DUE, self._num_due)
+        for layer in self.layer_ids:
+            self.counters.count(layer, DUE, self._num_due)
 
     @property
     def due(self) -> Tensor:
@@ -189,105 +181,36 @@ class ReplayPass:
             raise ReplayProofError(
                 f"layer {layer}: {targets.shape[1]} recorded experts per token, the router wants {live.shape[1]}"
             )
-        self.count(layer, live, recompute)
+        self.count(layer, live, targets, recompute)
         return targets if self._live is None else torch.where(self._live, live, targets)
 
-    def count(self, layer: int, live: Tensor, recompute: bool) -> None:
-        """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs.
-
-        Layers wait to be counted together, by `settle`.
-        """
-        if layer in self._waiting or (recompute and self._waiting):
-            self.settle()
+    @torch.no_grad()
+    def count(self, layer: int, live: Tensor, targets: Tensor, recompute: bool) -> None:
+        """Count what the router of `layer` is given, `targets` `[N, K]`, and where its own choice `live` differs."""
         if not recompute:
-            self._waiting[layer] = live
-            self._num_held += live.numel()
-            if self._num_held > HELD:
-                self.settle()
-            return
+            lost_N = (live.shape[1] - shared(live, targets)).int() * self._due
+            marks_2N = torch.stack((lost_N.clamp(max=1), lost_N))
+            self._flips[layer] = marks_2N[0].sum()
+            if self._by_sample is not None:
+                self._by_sample.count(layer, marks_2N)
         # Recomputation has the logits of the forward, and so its flips.
-        sums_L3, place = self._flips[layer]
-        self.counters.device[layer, FLIPPED] += sums_L3[place, 1]
-        self._count_given([layer])
+        self.counters.device[layer, FLIPPED] += self._flips[layer]
+        self.counters.count(layer, ROUTED, self._num_due)
+        self.counters.count(layer, NATIVE, self._num_free)
 
-    def prove(
-        self,
-        layer: int,
-        matches: Callable[[Tensor], Tensor],
-        recompute: bool,
-        routing_map: Tensor | None = None,
-    ) -> None:
+    @torch.no_grad()
+    def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
         """Count the due tokens of `layer` whose used experts are the expected ones.
 
-        `matches` maps `[N, K]` ids to `[N]` bool. It is asked now; its answers are counted by `settle`. Where that is
-        whether `routing_map` `[N, E]` selects the ids, and nothing else, a copy of a small map waits for `settle`.
+        `matches` maps `[N, K]` ids to `[N]` bool.
         """
         if not recompute:
             self.proved[layer] += 1
         if not self.replays:
             return
-        if recompute or layer in self._matched or layer in self._maps:
-            self.settle()
-        if routing_map is not None and not recompute and routing_map.numel() <= SMALL:
-            self._maps[layer] = routing_map.to(torch.bool, copy=True)
-            return
-        with torch.no_grad():
-            self._matched[layer] = matches(self.expected[layer])
+        self.counters.device[layer, MATCHED] += (matches(self.expected[layer]) & self._due).sum()
         if recompute:
-            self.counters.count([layer], DUE, self._num_due)
-            self.settle()
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Count the layers that wait to be counted. Called where the forward ends."""
-        if self._maps and list(self._maps) == list(self._waiting) and not self._matched:
-            self._count_by_maps()
-        else:
-            for layer, routing_map in self._maps.items():
-                self._matched[layer] = same_set(routing_map, self.expected[layer])
-            if self._matched:
-                answers_LN = torch.stack([*self._matched.values()]) & self._due
-                add_at(self.counters.device[:, MATCHED], list(self._matched), answers_LN.sum(1))
-            if self._waiting:
-                self._count_waiting()
-        self._waiting, self._matched, self._maps, self._num_held = {}, {}, {}, 0
-
-    def _count_by_maps(self) -> None:
-        """The layers that wait, in few calls: ids of the live routers and of the records are looked up in the maps.
-
-        A map that is not the recorded one breaks the proof, and then nobody looks at flips. So both are counted here
-        against what the experts used.
-        """
-        layers, maps_LNE = list(self._maps), torch.stack([*self._maps.values()])
-        ids = torch.stack([*self._waiting.values(), *(self.expected[layer] for layer in layers)])
-        found_2LNK = maps_LNE.expand(2, -1, -1, -1).gather(3, ids.view(2, len(layers), *ids.shape[1:]))
-        live_LN, expected_LN = found_2LNK.sum(3, dtype=torch.int32).unbind()
-        top_k, num_chosen_LN = ids.shape[2], maps_LNE.sum(2, dtype=torch.int32)
-        matched_LN = (expected_LN == top_k) & (num_chosen_LN == top_k) & self._due
-        self._count(layers, (top_k - live_LN) * self._due, matched_LN)
-
-    def _count_waiting(self) -> None:
-        """The live routers that wait, against what they were given instead."""
-        layers, live_LNK = list(self._waiting), torch.stack([*self._waiting.values()])
-        given_LNK = torch.stack([self.targets[layer] for layer in layers])
-        alike = shared(live_LNK.flatten(0, 1), given_LNK.flatten(0, 1))
-        lost_LN = (live_LNK.shape[-1] - alike).view(len(layers), -1).int() * self._due
-        self._count(layers, lost_LN, torch.zeros_like(lost_LN, dtype=torch.bool))
-
-    def _count(self, layers: Sequence[int], lost_LN: Tensor, matched_LN: Tensor) -> None:
-        """Add what `layers` were given and used: int32 and bool, zeros where nothing is due."""
-        marks_L3N = torch.stack((matched_LN, lost_LN.clamp(max=1), lost_LN), dim=1)
-        sums_L3 = marks_L3N.sum(2)
-        self._flips.update({layer: (sums_L3, place) for place, layer in enumerate(layers)})
-        if self._by_sample is not None:
-            self._by_sample.count(layers, marks_L3N[:, 1:])
-        add_at(self.counters.device[:, MATCHED : FLIPPED + 1], layers, sums_L3[:, :2])
-        self._count_given(layers)
-
-    def _count_given(self, layers: Sequence[int]) -> None:
-        """`layers` asked, and were given what they must use."""
-        self.counters.count(layers, ROUTED, self._num_due)
-        self.counters.count(layers, NATIVE, self._num_free)
+            self.counters.count(layer, DUE, self._num_due)
 
 
 def judge(
@@ -298,6 +221,8 @@ def judge(
     Further columns are those of `GateProof.take`.
 
     Raises:
+        MisalignedError: part of the tokens have routes that are not theirs (`routing.token_agreement`), or samples flip
+            beyond the bound at the weights that sampled them.
         FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
             in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
     """
@@ -319,15 +244,20 @@ def judge(
     )
     if max_local_flip_rate == 1.0:
         return report
-    highest = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
+    certain = fresh_fault(by_sample, max_local_flip_rate) or token_fault(by_sample, top_k, num_experts)
+    # Rows that another pass judges say nothing here.
+    due_L, flipped_L = by_sample.due.sum(0), by_sample.flipped.sum(0)
+    rates = {layer: float(flipped_L[layer] / due_L[layer]) for layer in np.flatnonzero(due_L).tolist()}
+    highest = max([float(flipped_L.sum() / max(due_L.sum(), 1)), *rates.values()])
     found = suspects(by_sample, top_k, num_experts)
     if highest > max_local_flip_rate:
         raise FlipBoundError(
             "replayed expert sets differ from the live router's own choice too often: worst rate of a layer "
-            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}",
+            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {rates}",
             found or worst(by_sample, top_k, num_experts),
             report,
             alike=not found,
+            certain=certain,
         )
     if found:
         raise FlipBoundError(
@@ -335,5 +265,8 @@ def judge(
             f"of their batch ({report.local_flip_rate or 0.0:.2%} flip in all)",
             found,
             report,
+            certain=certain,
         )
+    if certain is not None:
+        raise certain
     return report

@@ -17,7 +17,7 @@ from routing.errors import ReplayProofError
 from routing.replay_pass import ReplayPass
 
 
-class Running:
+class RunningPass:
     """Of one replayer.
 
     Attributes:

@@ -1,4 +1,7 @@
-"""Flips of each sample and layer: counted on the device in every replayed forward, added over passes and ranks.
+"""Flips of each sample and layer, and of each token: counted on the device in every replayed forward.
+
+They are added over passes and ranks. Rows that another pass of the step judges, because that one has the weights which
+sampled them, are left out.
 
 Only counts leave a rank, never routes.
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from routing.row_ids import row_name
+from routing.token_agreement import Disagreement, least_lost, of_samples
 
 UNNAMED = 1 << 62
 """Keys from here on are made from a row's tokens, where the caller gave no sample ids."""
@@ -31,16 +35,24 @@ class SampleFlips:
         due: `[S, L]` int64, tokens that had to use a recorded set.
         flipped: `[S, L]` int64, of these, how many the live router would have given another set.
         lost: `[S, L]` int64, recorded experts that the live router would not have chosen.
+        apart: `[L, 2]` int64, tokens that disagree with their routes in a layer, and the experts that these lost.
+        by_token: tokens judged by themselves (`routing.token_agreement`).
+        fresh: `[S]` bool, the weights of the forwards were those that sampled the row.
     """
 
     keys: np.ndarray
     due: np.ndarray
     flipped: np.ndarray
     lost: np.ndarray
+    apart: np.ndarray
+    by_token: Disagreement
+    fresh: np.ndarray
 
-    def top(self, order: np.ndarray) -> SampleFlips:
-        """The samples at the places `order`."""
-        return SampleFlips(self.keys[order], self.due[order], self.flipped[order], self.lost[order])
+    @classmethod
+    def of(cls, keys: np.ndarray, due: np.ndarray, flipped: np.ndarray, lost: np.ndarray) -> SampleFlips:
+        """Counts by sample and layer alone."""
+        none = np.zeros((due.shape[1], 2), np.int64)
+        return cls(keys, due, flipped, lost, none, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
 
 
 class PassFlips:
@@ -54,6 +66,9 @@ class PassFlips:
         sample_last: router order is `[columns, B]`, not `[B, columns]`.
         sample_of: `[N]` int64, the sample of each local token where samples share a row; None: they do not.
         device: of the counts.
+        due: `[N]` bool, the tokens of `due_B` on the CPU; None: no token is judged by itself.
+        experts: K and E.
+        at_sampling: of each of the B samples, as in `ReplayRecords`; empty: unknown of all.
     """
 
     def __init__(
@@ -66,36 +81,62 @@ class PassFlips:
         sample_last: bool,
         device: torch.device,
         sample_of: Tensor | None = None,
+        due: Tensor | None = None,
+        experts: tuple[int, int] = (0, 0),
+        at_sampling: Sequence[bool | None] = (),
     ) -> None:
         self._sample_of = None if sample_of is None else sample_of.to(device)
-        self.keys = list(keys)
+        self._sample_last, self.keys = sample_last, list(keys)
+        self._due, self._slots, self._top_k = due, 0, experts[0]
+        self._chance = 1 - experts[0] / experts[1] if experts[1] else 0.0
+        self.judged_B = np.array([at is not False for at in at_sampling or [None] * len(keys)])
+        self.fresh_B = np.array([at is True for at in at_sampling or [None] * len(keys)])
+        num_tokens = 0 if due is None else len(due)
+        self.lost_N = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.apart_L2 = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
+        self._judged_N = None if due is None else (due & torch.from_numpy(self.judged_B)[self._samples()]).to(device)
         self.due_BL = np.zeros((len(keys), num_layers), np.int64)
         self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
-        self._sample_last = sample_last
 
-    def count(self, layers: Sequence[int], marks_L2N: Tensor) -> None:
-        """Add what the routers of `layers` would have chosen otherwise: flips and lost experts of each local token.
+    def count(self, layer: int, marks_2N: Tensor) -> None:
+        """Add what the router of `layer` would have chosen otherwise: flips and lost experts of each local token.
 
         int32, zeros where nothing is due.
         """
-        num_samples = len(self.keys)
+        counts_2B, num_samples = self.counts_LKB[layer], len(self.keys)
         if self._sample_of is not None:
-            by_sample = self.counts_LKB.new_zeros(len(layers), 2, num_samples).index_add_(2, self._sample_of, marks_L2N)
+            counts_2B.index_add_(1, self._sample_of, marks_2N)
         elif self._sample_last:
-            by_sample = marks_L2N.reshape(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
+            counts_2B += marks_2N.reshape(2, -1, num_samples).sum(1, dtype=torch.int32)
         else:
-            by_sample = marks_L2N.reshape(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
-        add_at(self.counts_LKB, layers, by_sample)
+            counts_2B += marks_2N.reshape(2, num_samples, -1).sum(2, dtype=torch.int32)
+        if self._judged_N is None:
+            return
+        lost_N = marks_2N[1]
+        self._slots += self._top_k
+        self.lost_N += lost_N
+        if (least := least_lost(self._top_k, self._chance)) <= self._top_k:
+            apart_N = (lost_N >= least) & self._judged_N
+            self.apart_L2[layer] += torch.stack((apart_N.sum(), (lost_N * apart_N).sum()))
 
+    def by_token(self, lost_N: np.ndarray) -> Disagreement:
+        """The samples, judged token by token; `lost_N` is that of this pass on the CPU."""
+        if self._judged_N is None or self._due is None:
+            return Disagreement.nothing(len(self.keys))
+        sample_N = self._samples().numpy()
+        judged = self._due.numpy() & self.judged_B[sample_N]
+        order = np.flatnonzero(judged)
+        order = order[np.argsort(sample_N[order], kind="stable")]
+        return of_samples(lost_N[order], sample_N[order], len(self.keys), self._slots, self._chance)
 
-def add_at(table: Tensor, layers: Sequence[int], more: Tensor) -> None:
-    """Add to the rows `layers` of `table`, in place."""
-    if list(layers) == list(range(layers[0], layers[0] + len(layers))):
-        # Layers that follow each other need no index.
-        table[layers[0] : layers[0] + len(layers)].add_(more)
-    else:
-        table[list(layers)] += more
+    def _samples(self) -> Tensor:
+        """`[N]` int64: the sample of each local token."""
+        if self._sample_of is not None:
+            return self._sample_of.cpu()
+        assert self._due is not None
+        place = torch.arange(len(self._due))
+        return place % len(self.keys) if self._sample_last else place // (len(self._due) // len(self.keys))
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
@@ -117,28 +158,46 @@ def name_of(key: int) -> str:
 
 
 def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
-    """The counts of all `passes` of this rank, those of padding left out; of several passes they are added by sample.
-
-    Samples of one pass stand in its order. Whoever hears of all ranks adds by sample anyway (`over_ranks`).
-    """
+    """The counts of all `passes` of this rank, those of padding and of rows judged elsewhere left out."""
     found = list(passes)
     if not found:
-        return SampleFlips(np.zeros(0, np.int64), *np.zeros((3, 0, num_layers), np.int64))
-    given = np.array([key for one in found for key in one.keys], np.int64)
-    # One transfer from the device for all passes.
+        return SampleFlips.of(np.zeros(0, np.int64), *np.zeros((3, 0, num_layers), np.int64))
+    # One transfer from the device for each kind of count, over all passes.
     counts_LKB = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy()
-    table_3BL = np.empty((3, len(given), num_layers), np.int64)
-    table_3BL[0] = np.concatenate([one.due_BL for one in found])
-    table_3BL[1:] = counts_LKB.transpose(1, 2, 0)
-    real = table_3BL[0].any(1)
-    if not real.all():
-        given, table_3BL = given[real], table_3BL[:, real]
-    return SampleFlips(given, *table_3BL) if len(found) == 1 else summed(given, table_3BL)
+    lost_N = torch.cat([one.lost_N for one in found]).cpu().numpy()
+    ends = np.cumsum([len(one.lost_N) for one in found])
+    by_token = [one.by_token(lost_N[end - len(one.lost_N) : end]) for one, end in zip(found, ends, strict=True)]
+    flipped_SL, lost_SL = counts_LKB.transpose(1, 2, 0).astype(np.int64)
+    whole = SampleFlips(
+        np.array([key for one in found for key in one.keys], np.int64),
+        np.concatenate([one.due_BL for one in found]),
+        flipped_SL,
+        lost_SL,
+        torch.stack([one.apart_L2 for one in found]).sum(0).cpu().numpy(),
+        Disagreement(*(np.concatenate(part) for part in zip(*by_token, strict=True))),
+        np.concatenate([one.fresh_B for one in found]),
+    )
+    judged = np.concatenate([one.judged_B for one in found])
+    return summed(whole, np.flatnonzero(whole.due.any(1) & judged))
 
 
-def summed(keys_M: np.ndarray, table_3ML: np.ndarray) -> SampleFlips:
-    """Counts of which several may have one key, added by their keys. Due, flipped and lost of `[M, L]` each."""
-    order = np.argsort(keys_M, kind="stable")
-    ordered = keys_M[order]
-    first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)])
-    return SampleFlips(ordered[first], *np.add.reduceat(table_3ML[:, order], first, axis=1))
+def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
+    """Counts of which several may have one key, added by their keys; `chosen`: places of those that count."""
+    places = np.arange(len(flips.keys)) if chosen is None else chosen
+    order = places[np.argsort(flips.keys[places], kind="stable")]
+    if not len(order):
+        nothing = np.zeros((3, 0, flips.due.shape[1]), np.int64)
+        return SampleFlips.of(flips.keys[order], *nothing)
+    keys = flips.keys[order]
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
+    due, flipped, lost = (
+        np.add.reduceat(table[order], first, axis=0) for table in (flips.due, flips.flipped, flips.lost)
+    )
+    tokens, apart, expected, *_ = (np.add.reduceat(part[order], first) for part in flips.by_token)
+    # Of several runs of one sample, the one that speaks most against it.
+    group = np.repeat(np.arange(len(first)), np.diff([*first, len(order)]))
+    best = order[np.lexsort((flips.by_token.run[order], group))][np.append(first[1:], len(order)) - 1]
+    run, start, stop = (part[best] for part in flips.by_token[3:])
+    fresh = np.logical_and.reduceat(flips.fresh[order], first)
+    by_token = Disagreement(tokens, apart, expected, run, start, stop)
+    return SampleFlips(keys[first], due, flipped, lost, flips.apart, by_token, fresh)

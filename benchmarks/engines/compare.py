@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.engines.scored import Scored, Text
 from moe_trm.errors import MoeTrmError
-from moe_trm.probe.pooled import Interval, ProbeTokens, intervals, pooled
+from moe_trm.probe.pooled import Interval, PooledTokens, intervals, pooled
 from routing.flips import flips, gate_weight_shift
 
 POSITIONS = (8, 16, 24, 32, 64, 256, 1024)
@@ -78,7 +78,7 @@ def compare(
     group = np.concatenate([np.full(rows.sum(), text.prompt) for text, rows in zip(texts, keep, strict=True)])
     whole = flips(routes_a, routes_b, num_experts=a[0].routes.num_experts)
     flipped_NL = ~(routes_a[..., :, None] == routes_b[..., None, :]).any(-1).all(-1)
-    figures = dict(pooled(ProbeTokens(group, own, forced, flipped_NL.sum(1)), num_layers=flipped_NL.shape[1]))
+    figures = dict(pooled(PooledTokens(group, own, forced, flipped_NL.sum(1)), num_layers=flipped_NL.shape[1]))
     if replayed is None:
         figures = {name: one for name, one in figures.items() if "replayed" not in name and "reduction" not in name}
     figures |= _more(routes_a, routes_b, own, forced, group, with_replay=replayed is not None)

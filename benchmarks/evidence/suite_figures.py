@@ -20,7 +20,7 @@ from moe_trm.experiment.arms import Arm, read_arms
 from moe_trm.experiment.commands import about
 from moe_trm.experiment.comparison import Comparison
 from moe_trm.experiment.plan import make_plan
-from moe_trm.experiment.states import States
+from moe_trm.experiment.progress import States
 from moe_trm.experiment.tables import NOT_MEASURED, Table
 from moe_trm.report.conclusion import Measure
 from moe_trm.report.intervals import around_mean

@@ -71,10 +71,16 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         group_ids=torch.from_numpy(group_ids),
         kept_logprobs=kept_logprobs,
         origins=tuple(row.record.origin for row in rows) or (None,),
+        sampled_by=tuple(_versions(record) for record in records) or ((-1, -1),),
         sample_ids=tuple(row.record.row_id for row in rows) or (-1,),
         sample_tokens=_sample_tokens(rows),
         row_weights=_weights(rows),
     )
+
+
+def _versions(record: RolloutRecord) -> tuple[int, int]:
+    """The oldest and the newest version that sampled the row."""
+    return (int(record.versions.min()), int(record.versions.max())) if record.num_sampled else (-1, -1)
 
 
 def _rewards(records: list[RolloutRecord], rows: int) -> torch.Tensor | None:

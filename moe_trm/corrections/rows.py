@@ -33,11 +33,6 @@ def row_max(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(dim=1), top, 0.0)
 
 
-def row_min(values: Tensor, mask: Tensor) -> Tensor:
-    """`min_{t: m_t} x_t`, `[B]`; NaN on the mask wins."""
-    return -row_max(-values, mask)
-
-
 def token_rank(mask: Tensor) -> Tensor:
     """Position 1..T_i of each sampled token among the sampled tokens of its row, `[B, T]` int64; arbitrary off the
     mask.

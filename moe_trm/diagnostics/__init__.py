@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from moe_trm.diagnostics.by_turn import by_turn
 from moe_trm.diagnostics.certificate import certificate_estimate, divergences
 from moe_trm.diagnostics.mismatch import metrics
 from moe_trm.diagnostics.strata import acceptance
-from moe_trm.diagnostics.turns import by_turn
 from moe_trm.diagnostics.variance import gradient_noise, gradient_power
 from moe_trm.diagnostics.verdict import Verdict, verdict
 from moe_trm.summable import add, finalize

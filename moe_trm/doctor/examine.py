@@ -10,13 +10,13 @@ from moe_trm.config.schema import Config, CorrectionConfig, ModelConfig, ReplayC
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
+from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.environment import environment
 from moe_trm.doctor.preflight import check_launch, check_model_and_layout
 from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached
-from moe_trm.doctor.trial import try_task
 from moe_trm.errors import MoeTrmError
-from moe_trm.probe.pooled import ProbeTokens, pooled
+from moe_trm.probe.pooled import PooledTokens, pooled
 from moe_trm.step.objective import Objective
 from moe_trm.tasks.tokens import Tokens
 
@@ -147,7 +147,7 @@ def _after(
         f"{seen.get('replay/applied_fraction', 0):.0%} of token-layers used their recorded routes; "
         f"the live router would have chosen others on {seen.get('routing/local_flip_rate', 0):.2%}",
     )
-    tokens = ProbeTokens(measurements.group, measurements.native, measurements.replayed, measurements.flipped_layers)
+    tokens = PooledTokens(measurements.group, measurements.native, measurements.replayed, measurements.flipped_layers)
     figures = pooled(tokens, num_layers=measurements.num_layers)
     cast = seen.get("probe/cast_k3_kl")
     rounded = "" if cast is None else f", of which rounding the weights to {rollout.server.dtype} makes {cast:.2g}"

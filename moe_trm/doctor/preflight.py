@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from moe_trm.checkpoint.checkpoints import folder_of
 from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
+from moe_trm.checkpoint.resumption import folder_of
 from moe_trm.config import load_with_choices
 from moe_trm.config.choices import Choice, settle_here
 from moe_trm.config.problems import refuse
 from moe_trm.config.rules import explained, refusals
 from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.places import check_folders, check_prompts, check_server
-from moe_trm.doctor.trial import try_task
 from moe_trm.errors import CheckpointError, refuse_together
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint

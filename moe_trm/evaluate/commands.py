@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_trm.config.engines import LEARNER, short_name
 from moe_trm.doctor.preflight import load_here
 from moe_trm.evaluate.measure import Evaluation, evaluate
-from moe_trm.evaluate.target import answering, find_target, settings_of
+from moe_trm.evaluate.subject import answering, find_target, settings_of
 
 NUM_SHOWN = 3
 """Answers that are printed; all of them are in the JSON."""

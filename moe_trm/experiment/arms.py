@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import mean
 
 from moe_trm.errors import RunError
-from moe_trm.experiment.plan import Plan
+from moe_trm.experiment.plan import ExperimentPlan
+from moe_trm.experiment.progress import RunState, States
 from moe_trm.experiment.stages import result_of
-from moe_trm.experiment.states import RunState, States
 from moe_trm.report.intervals import around_mean
 from moe_trm.report.run import Run, read_run
 
@@ -91,7 +91,7 @@ class Arm:
             yield step, [points[step] for points in every]
 
 
-def read_arms(plan: Plan, states: States) -> list[Arm]:
+def read_arms(plan: ExperimentPlan, states: States) -> list[Arm]:
     """Every arm of the plan, in its order. Raises `RunError` for a finished run whose files are gone."""
     arms = []
     for name in plan.file.arms:

@@ -15,11 +15,11 @@ from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
 from moe_trm.experiment.code import code_version
 from moe_trm.experiment.comparison import LEAST_PAIRS
-from moe_trm.experiment.plan import Check, Plan, PlannedRun, check_run, make_plan
+from moe_trm.experiment.plan import Check, ExperimentPlan, PlannedRun, check_run, make_plan
 from moe_trm.experiment.processes import alone, left_to_run, run_all
+from moe_trm.experiment.progress import STATES, States
 from moe_trm.experiment.shared_server import Serve, serve
 from moe_trm.experiment.stages import Stages, stages
-from moe_trm.experiment.states import STATES, States
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def run_experiment(
 
 
 def _run(
-    plan: Plan,
+    plan: ExperimentPlan,
     states: States,
     left: Sequence[PlannedRun],
     jobs: int,
@@ -121,7 +121,7 @@ def _run(
         return run_all(plan, states, left, jobs=jobs, made_of=server.attached(made_of))
 
 
-def described(plan: Plan, states: States, jobs: int) -> list[str]:
+def described(plan: ExperimentPlan, states: States, jobs: int) -> list[str]:
     """The plan for whoever decides whether to start it."""
     file = plan.file
     lines = [
@@ -139,7 +139,7 @@ def described(plan: Plan, states: States, jobs: int) -> list[str]:
     return lines
 
 
-def about(plan: Plan, states: States) -> list[str]:
+def about(plan: ExperimentPlan, states: States) -> list[str]:
     """The time of the runs and their machine."""
     ends = [state.ended_unix_s for state in states if state.ended_unix_s is not None]
     last = f"last run ended {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC" if ends else "no run has ended"

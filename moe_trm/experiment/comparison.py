@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from moe_trm.experiment.arms import Arm
-from moe_trm.experiment.metric import measure_of
+from moe_trm.experiment.primary import measure_of
 from moe_trm.report.conclusion import MEASURES, Measure, reader
 from moe_trm.report.intervals import PairedDifference, paired
 from moe_trm.report.scale import short

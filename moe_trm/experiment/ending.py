@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 from moe_trm.errors import RunError
-from moe_trm.experiment.stages import Stage
-from moe_trm.experiment.states import State
+from moe_trm.experiment.progress import State
+from moe_trm.experiment.stages import RunStage
 from moe_trm.report.run import Run, read_run
 
 MOST_LINES = 12
@@ -39,7 +39,7 @@ def ending(status: int, folder: Path, log: str, *, steps: int, metric: str) -> t
     return _measured(run, metric)
 
 
-def ending_of_evaluation(status: int, stage: Stage, log: str) -> tuple[State, str]:
+def ending_of_evaluation(status: int, stage: RunStage, log: str) -> tuple[State, str]:
     """As `ending`, of an evaluation of what a run left."""
     if (number := _signal(status)) is not None:
         return "stopped", f"ended by {number} in its {stage.name}"

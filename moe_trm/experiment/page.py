@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_trm.experiment.arms import Arm
 from moe_trm.experiment.comparison import LEAST_PAIRS, conclusions
-from moe_trm.experiment.plan import Plan
+from moe_trm.experiment.plan import ExperimentPlan
 from moe_trm.experiment.tables import Table, tables
 from moe_trm.report import draw
 from moe_trm.report.cards import COLOURS, Cards
@@ -45,7 +45,7 @@ CURVES = (
 
 
 def write(
-    plan: Plan, arms: Sequence[Arm], about: Sequence[str], changes: Sequence[Mapping[str, Any]] = ()
+    plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], changes: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Path, Path]:
     """Write `report.html` and `table.md` in the experiment's folder.
 
@@ -61,7 +61,7 @@ def write(
     return page, table
 
 
-def summary(plan: Plan, arms: Sequence[Arm]) -> list[str]:
+def summary(plan: ExperimentPlan, arms: Sequence[Arm]) -> list[str]:
     """The conclusion in sentences: what may be said, and how many runs it rests on."""
     file = plan.file
     said = conclusions(arms, file.against, file.primary_metric)
@@ -70,14 +70,14 @@ def summary(plan: Plan, arms: Sequence[Arm]) -> list[str]:
     return [*said, *(f"{arm.name}: {arm.told}." for arm in arms)]
 
 
-def markdown(plan: Plan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
+def markdown(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
     """The conclusion and every table."""
     lines = [f"# {plan.file.name}", "", " · ".join(about), ""]
     lines += [f"- {sentence}" for sentence in summary(plan, arms)]
     return "\n".join([*lines, "", "\n\n".join(table.markdown() for table in made), ""])
 
 
-def render(plan: Plan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
+def render(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
     """One self-contained page."""
     name = escape(plan.file.name)
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in summary(plan, arms))
@@ -93,7 +93,7 @@ def render(plan: Plan, arms: Sequence[Arm], about: Sequence[str], made: Sequence
     return document(plan.file.name, "\n".join(part for part in body if part), _data(plan, means, cards))
 
 
-def _curves(plan: Plan, arms: Sequence[Arm], means: Sequence[Run]) -> str:
+def _curves(plan: ExperimentPlan, arms: Sequence[Arm], means: Sequence[Run]) -> str:
     finished = [arm for arm in arms if arm.runs]
     if not finished:
         return "<section><h2>Curves</h2><p>No run has finished yet.</p></section>"
@@ -124,7 +124,7 @@ def _legend(series: Sequence[Series]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _wanted(plan: Plan) -> Sequence[Curve]:
+def _wanted(plan: ExperimentPlan) -> Sequence[Curve]:
     primary = plan.file.primary_metric
     first = Curve(primary, "The primary metric.", primary, log=any(c.log for c in CURVES if c.metric == primary))
     return [first, *(curve for curve in CURVES if curve.metric != primary)]
@@ -141,7 +141,7 @@ def _every_chart(cards: Cards | None) -> Sequence[str]:
     ]
 
 
-def _data(plan: Plan, means: Sequence[Run], cards: Cards | None) -> Mapping[str, Any]:
+def _data(plan: ExperimentPlan, means: Sequence[Run], cards: Cards | None) -> Mapping[str, Any]:
     """Every number that is drawn, as `Cards.data` has them, with those of the curves."""
     shown = {curve.metric for curve in _wanted(plan)}
     documents: list[dict[str, Any]] = []

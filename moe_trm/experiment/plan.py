@@ -15,8 +15,8 @@ from moe_trm.config.problems import Problem, refuse
 from moe_trm.config.schema import Config, RolloutConfig, SyncConfig
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.errors import ConfigError, MoeTrmError, refuse_together
-from moe_trm.experiment.file import ExperimentFile, read_file
-from moe_trm.experiment.metric import metric_problem
+from moe_trm.experiment.definition import ExperimentFile, read_file
+from moe_trm.experiment.primary import metric_problem
 
 OWN = {
     "name": "name and arms name the runs",
@@ -53,7 +53,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExperimentPlan:
     """The runs, their folder, and the metric that decides.
 
     Attributes:
@@ -86,7 +86,7 @@ def check_run(config: Config, ranks: int) -> None:
     check_start(config, world_size=ranks)
 
 
-def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_run) -> Plan:
+def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_run) -> ExperimentPlan:
     """Read the file, resolve every arm, and refuse what cannot run or cannot be compared.
 
     Args:
@@ -113,7 +113,7 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
     refuse(str(path), [*_shared_places(settings[file.against]), *_same_arms(settings)])
     refuse(str(path), [*_arms(file, configs), *_server(file, configs)])
     runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
-    return Plan(file, folder, runs, configs)
+    return ExperimentPlan(file, folder, runs, configs)
 
 
 @contextmanager

@@ -16,16 +16,16 @@ from types import FrameType
 from moe_trm.errors import RunError
 from moe_trm.experiment.code import code_version
 from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
-from moe_trm.experiment.plan import Plan, PlannedRun
-from moe_trm.experiment.stages import Stage, Stages, stages
-from moe_trm.experiment.states import RunState, States, log_of
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
+from moe_trm.experiment.progress import RunState, States, log_of
+from moe_trm.experiment.stages import RunStage, Stages, stages
 from moe_trm.runtime.lifeline import Lifeline
 
 POLL_S = 0.05
 LOCK = "experiment.lock"
 
 
-class Stop:
+class StopSignal:
     """The first SIGINT or SIGTERM starts no further run and is passed on; runs finish their step and save."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Stop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def pass_on(self, running: Iterable[Running]) -> None:
+    def pass_on(self, running: Iterable[RunProcess]) -> None:
         """As often as it came, also to a run that began meanwhile: the second signal ends a run at once."""
         for each in running:
             while each.told < self._times:
@@ -55,12 +55,12 @@ class Stop:
 
 
 @dataclass
-class Running:
+class RunProcess:
     """A run's process. It is in a session of its own, and is killed when this process is gone."""
 
     run: PlannedRun
-    stage: Stage
-    left: Sequence[Stage]
+    stage: RunStage
+    left: Sequence[RunStage]
     process: subprocess.Popen[bytes]
     lifeline: Lifeline
     log: Path
@@ -93,7 +93,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def left_to_run(
-    plan: Plan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
+    plan: ExperimentPlan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
 ) -> list[PlannedRun]:
     """The runs that have not ended, in the order of the plan.
 
@@ -108,7 +108,7 @@ def left_to_run(
 
 
 def run_all(
-    plan: Plan,
+    plan: ExperimentPlan,
     states: States,
     left: Sequence[PlannedRun],
     *,
@@ -129,7 +129,7 @@ def run_all(
         The signal that asked to stop, 0 when no run is left.
     """
     waiting = list(left)
-    stop, started = Stop(), dict[str, Running]()
+    stop, started = StopSignal(), dict[str, RunProcess]()
     with stop.listening():
         while started or (waiting and not stop.asked):
             while waiting and len(started) < jobs and not stop.asked:
@@ -148,7 +148,7 @@ def run_all(
     return stop.asked
 
 
-def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]) -> Running:
+def _start(plan: ExperimentPlan, run: PlannedRun, states: States, made_of: Sequence[RunStage]) -> RunProcess:
     """The first process of an attempt: what earlier ones did is not done again."""
     state = states.of(run)
     if state.reason:
@@ -159,7 +159,7 @@ def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]
     return _next(plan, run, states, left or made_of[-1:])
 
 
-def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) -> Running:
+def _next(plan: ExperimentPlan, run: PlannedRun, states: States, left: Sequence[RunStage]) -> RunProcess:
     state, (stage, *others) = states.of(run), left
     state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
     state.code = code_version()
@@ -176,10 +176,10 @@ def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) ->
             start_new_session=True,
             env={**os.environ, **stage.environment},
         )
-    return Running(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
+    return RunProcess(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
 
 
-def _end(plan: Plan, running: Running, states: States, *, asked: bool) -> RunState:
+def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, asked: bool) -> RunState:
     """The state after a process; it stays `running` where another stage follows."""
     running.lifeline.release()
     state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.wait()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
-from moe_trm.experiment.plan import Plan, PlannedRun
-from moe_trm.experiment.stages import Stage, Stages
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
+from moe_trm.experiment.stages import RunStage, Stages
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 
 LOG = "server.log"
@@ -29,19 +29,19 @@ class SharedServer:
     def attached(self, made_of: Stages) -> Stages:
         """The same processes, of runs that use this server."""
 
-        def made(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
+        def made(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
             environment = {API_KEY_VARIABLE: self.api_key}
             return [replace(each, environment=environment) for each in made_of(plan, replace(run, server=self.url))]
 
         return made
 
 
-Serve = Callable[[Plan], AbstractContextManager[SharedServer]]
+Serve = Callable[[ExperimentPlan], AbstractContextManager[SharedServer]]
 """Starts the server of a plan, and ends it."""
 
 
 @contextmanager
-def serve(plan: Plan) -> Iterator[SharedServer]:
+def serve(plan: ExperimentPlan) -> Iterator[SharedServer]:
     """The server of the baseline's settings, which are those of all arms, inside the `with`.
 
     It is watched and restarted as that of any run. Raises `CheckpointError` and `EngineError` as a run's start does.

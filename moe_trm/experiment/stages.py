@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_trm.config.engines import short_name
-from moe_trm.experiment.plan import Plan, PlannedRun
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
 
 
 @dataclass(frozen=True)
-class Stage:
+class RunStage:
     """One process of a run.
 
     Attributes:
@@ -26,25 +26,25 @@ class Stage:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-Stages = Callable[[Plan, PlannedRun], Sequence[Stage]]
+Stages = Callable[[ExperimentPlan, PlannedRun], Sequence[RunStage]]
 """The training of a run first, then its evaluations."""
 
 
-def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
+def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
     moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
     # Its watchdog may be starting it again just when a run begins.
     wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
     attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
-    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
+    found = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)
         command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]
-        found.append(Stage(f"evaluation by {by}", command, result))
+        found.append(RunStage(f"evaluation by {by}", command, result))
     return found
 
 
-def result_of(plan: Plan, run: str, by: str) -> Path:
+def result_of(plan: ExperimentPlan, run: str, by: str) -> Path:
     """Where the final evaluation of a run is."""
     return plan.folder / run / "eval" / f"final-{short_name(by)}.json"

@@ -13,7 +13,7 @@ from moe_trm.config.flat import as_yaml
 from moe_trm.experiment.arms import Arm
 from moe_trm.experiment.comparison import comparisons
 from moe_trm.experiment.fixed import changed_later
-from moe_trm.experiment.plan import Plan
+from moe_trm.experiment.plan import ExperimentPlan
 from moe_trm.report.charts import matching
 from moe_trm.report.intervals import around_mean
 from moe_trm.report.scale import short
@@ -73,7 +73,7 @@ class Table:
         return f'<section><h2>{escape(self.title)}</h2><p class="note">{escape(self.note)}</p>{body}</section>'
 
 
-def tables(plan: Plan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]] = ()) -> list[Table]:
+def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]] = ()) -> list[Table]:
     """All tables, the most important first. Those of figures are of finished runs; the last one has every run."""
     return [
         _differences(plan, arms),
@@ -87,7 +87,7 @@ def tables(plan: Plan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]]
     ]
 
 
-def _differences(plan: Plan, arms: Sequence[Arm]) -> Table:
+def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
     rows = tuple(
         (
             each.measure.words,
@@ -110,7 +110,7 @@ def _differences(plan: Plan, arms: Sequence[Arm]) -> Table:
     )
 
 
-def _evaluation(plan: Plan, arms: Sequence[Arm]) -> Table:
+def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
     known = sorted({name for arm in arms for name in arm.metrics() if name.startswith("eval/")})
     rows = [
         (name, *(_told(arm.values(name, at_end=True), each=True) for arm in arms))
@@ -155,7 +155,7 @@ def _cost(arms: Sequence[Arm]) -> Table:
     )
 
 
-def _settings(plan: Plan) -> Table:
+def _settings(plan: ExperimentPlan) -> Table:
     first = plan.file.against
     rows = tuple(
         (arm, key, as_yaml(before), as_yaml(after))

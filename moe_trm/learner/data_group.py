@@ -30,14 +30,16 @@ class DataGroup:
         """See `Learner.reduce`."""
         if not sums:
             return {}
-        own = summable.Sums.of(sums).to(self.device)
-        values, largest = own.values_N.clone(), own.largest()
-        if len(own.extremes) < len(own):
+        values = torch.stack([value.detach().double() for value in sums.values()]).to(self.device)
+        # A minimum is the largest of values with the other sign.
+        signs = values.new_tensor([-1.0 if name.endswith(":min") else 1.0 for name in sums])
+        compared = torch.tensor([summable.compared(name) for name in sums], device=self.device)
+        largest = values * signs
+        if not bool(compared.all()):
             dist.all_reduce(values, group=self._group)
-        if own.extremes:
+        if bool(compared.any()):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-            values[own.extremes] = own.signs * largest
-        return dict(zip(own.names, values.tolist(), strict=True))
+        return dict(zip(sums, torch.where(compared, signs * largest, values).tolist(), strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
         """See `Learner.gather`."""

@@ -1,7 +1,7 @@
 """Causal attention inside each sequence of a pack, in plain torch. Nothing is as large as the pack squared.
 
-Short sequences are rows of a few calls, padded on the right: one call for each would cost more than what it computes.
-Long ones have a call each. A pack of short ones alone is a few batched products (`batched_attention`), on a CPU.
+Short sequences of like length are rows of one call, padded on the right: one call for each would cost more than what
+it computes. Long ones have a call each.
 
 Shape letters: T tokens of a pack, P places of all calls, B rows of a call, C columns that ask, S columns that are seen,
 N query heads, G key/value heads, D head dimension.
@@ -12,27 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-from moe_trm.learner.batched_attention import Blocks, attend_blocks, blocks_of
+from torch.nn.utils.rnn import pad_sequence
 
 TOGETHER = 256
 """Tokens of the longest sequences that share a call, with those of the same octave of length."""
-
-CALL = 2**15
-"""Pairs of columns that cost as much as a call more: until fillers have so many, shorter sequences join a call, too.
-
-So a call computes less than twice as many columns as it has tokens, and `CALL` over its longest sequence more.
-"""
-
-BATCHED = 128
-"""Columns of the rows that are attended in batched products. The weights of longer ones would take much memory."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +39,6 @@ class AttentionKind:
     sinks: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Calls:
-    """The calls that attend a pack.
-
-    Attributes:
-        shapes: rows and columns of each.
-        tokens: `[P]` the token of the pack at each place of all calls; the last one of a sequence fills its row.
-        places: `[T]` the place of each token.
-        fillers: the places behind the tokens of their sequence.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    tokens: Tensor
-    places: Tensor
-    fillers: Tensor
-
-    def on(self, device: torch.device) -> _Calls:
-        """The same with tensors on `device`."""
-        return _Calls(self.shapes, self.tokens.to(device), self.places.to(device), self.fillers.to(device))
-
-
 def attend_within(
     query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], kind: AttentionKind
 ) -> Tensor:
@@ -83,33 +49,36 @@ def attend_within(
         lengths: tokens of its sequences in order, T in all.
         kind: of the layer.
     """
-    calls = _calls(tuple(lengths))
-    if _are_batched(calls, query_TND, kind):
-        blocks = _blocks(calls, key_TGD.shape[1])
-        return attend_blocks(query_TND, key_TGD, value_TGD, blocks, kind.scale, kind.columns_before)
-    query, key, value = query_TND, key_TGD, value_TGD
-    together = len(calls.shapes) < len(lengths)
-    if together:
-        calls = calls.on(query.device)
-        query, key, value = (_Spread.apply(each, calls) for each in (query, key, value))  # type: ignore[no-untyped-call]
-    tensors = (query, *for_all_heads(query.shape[1], key, value))
-    # One split and one concatenation: slices would each have a gradient as long as the pack.
-    sizes = [rows * columns for rows, columns in calls.shapes]
-    found = []
-    for shape, *parts in zip(calls.shapes, *(torch.split(each, sizes) for each in tensors), strict=True):
-        query, key, value = (each.reshape(*shape, *each.shape[1:]) for each in parts)
-        found.append(attend(query, key, value, kind).flatten(0, 1))
-    context_PND = torch.cat(found) if len(found) > 1 else found[0]
-    if together:
-        return _Collected.apply(context_PND, calls)  # type: ignore[no-untyped-call, no-any-return]
-    return context_PND
+    shapes, tokens_P, places_T = _calls(tuple(lengths))
+    tokens_P, places_T = (index.to(query_TND.device) for index in (tokens_P, places_T))
+    # One index and one split: slices would each have a gradient as long as the pack.
+    parts = (
+        each.index_select(0, tokens_P).split_with_sizes([rows * columns for rows, columns in shapes])
+        for each in (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+    )
+    found = [
+        attend(query.unflatten(0, shape), key.unflatten(0, shape), value.unflatten(0, shape), kind).flatten(0, 1)
+        for shape, query, key, value in zip(shapes, *parts, strict=True)
+    ]
+    return torch.cat(found).index_select(0, places_T)
 
 
-def _are_batched(calls: _Calls, query: Tensor, kind: AttentionKind) -> bool:
-    """True where batched products round as torch's own kernel does: in float32."""
-    is_plain = kind.sinks is None and not kind.dropout
-    is_short = max(columns for _, columns in calls.shapes) <= BATCHED
-    return is_plain and is_short and query.device.type == "cpu" and query.dtype == torch.float32
+@lru_cache(maxsize=32)
+def _calls(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+    """Rows and columns of the calls for sequences of these lengths.
+
+    With them `[P]` the token at each place of all calls, where the last one of a sequence fills its row, and `[T]` the
+    place of each token. No token sees a filler, and what fillers ask for is dropped.
+    """
+    calls: dict[int, list[Tensor]] = {}
+    for number, own in enumerate(torch.arange(sum(lengths)).split_with_sizes(lengths)):
+        calls.setdefault(len(own).bit_length() if len(own) <= TOGETHER else -number, []).append(own)
+    rows = [pad_sequence(members, batch_first=True, padding_value=-1) for members in calls.values()]
+    is_token_P = torch.cat([row.flatten() for row in rows]) >= 0
+    tokens_P = torch.cat([row.cummax(1).values.flatten() for row in rows])
+    places_T = torch.empty(sum(lengths), dtype=torch.int64)
+    places_T[tokens_P[is_token_P]] = is_token_P.nonzero()[:, 0]
+    return [(len(row), row.shape[1]) for row in rows], tokens_P, places_T
 
 
 def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,74 +148,3 @@ def _with_sinks(
     if kind.dropout:
         weights_BNCS = torch.dropout(weights_BNCS, kind.dropout, train=True)
     return weights_BNCS @ value_BNSD
-
-
-class _Spread(torch.autograd.Function):
-    """The tokens of a pack at the places of its calls: `[T, ...]` -> `[P, ...]`.
-
-    No token sees a filler, and what fillers ask for is dropped, so their gradient is zero and is not added up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, calls: _Calls) -> Tensor:
-        ctx.calls = calls
-        return values.index_select(0, calls.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_select(0, ctx.calls.places), None
-
-
-class _Collected(torch.autograd.Function):
-    """Inverse of `_Spread`: `[P, ...]` -> `[T, ...]`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, calls: _Calls) -> Tensor:
-        ctx.calls = calls
-        return values.index_select(0, calls.places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        spread = gradient.index_select(0, ctx.calls.tokens)
-        return spread.index_fill_(0, ctx.calls.fillers, 0.0), None
-
-
-@lru_cache(maxsize=32)
-def _calls(lengths: tuple[int, ...]) -> _Calls:
-    starts = np.cumsum(lengths) - np.asarray(lengths)
-    shapes, tokens, places_T, first = [], list[np.ndarray](), np.zeros(sum(lengths), np.int64), 0
-    fillers = list[np.ndarray]()
-    for members in _grouped(lengths):
-        columns = lengths[members[0]]
-        shapes.append((len(members), columns))
-        for number in members:
-            start, length = int(starts[number]), lengths[number]
-            tokens.append(start + np.minimum(np.arange(columns), length - 1))
-            places_T[start : start + length] = first + np.arange(length)
-            fillers.append(np.arange(first + length, first + columns))
-            first += columns
-    found = (torch.from_numpy(each) for each in (np.concatenate(tokens), places_T, np.concatenate(fillers)))
-    return _Calls(tuple(shapes), *found)
-
-
-@lru_cache(maxsize=8)
-def _blocks(calls: _Calls, groups: int) -> Blocks:
-    return blocks_of(calls.shapes, calls.tokens, calls.places, calls.fillers, groups)
-
-
-def _grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """The sequences of each call, by their numbers, the longest first. Calls of one sequence each are in order."""
-    calls: list[list[int]] = []
-    longest = wasted = 0
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        length = lengths[number]
-        wasted += longest**2 - length**2
-        alike = length.bit_length() == longest.bit_length() or wasted <= CALL
-        if calls and longest <= TOGETHER and alike:
-            calls[-1].append(number)
-        else:
-            calls.append([number])
-            longest, wasted = length, 0
-    return sorted(calls, key=min)

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.servers import FILE
+from moe_trm.report.lost_servers import FILE
 from moe_trm.types import ServerState
 
 

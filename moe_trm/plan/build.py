@@ -18,17 +18,17 @@ from moe_trm.config.schema import (
     RolloutConfig,
 )
 from moe_trm.errors import ConfigError
-from moe_trm.plan.adapters import with_adapters
+from moe_trm.plan.candidates import Judged, alternatives, judge
 from moe_trm.plan.cluster import Cluster, Serving, serving
 from moe_trm.plan.columns import columns_per_token
 from moe_trm.plan.figures import Basis, Figure, weakest
-from moe_trm.plan.layouts import Judged, alternatives, judge
 from moe_trm.plan.lengths import Lengths
+from moe_trm.plan.lora import with_adapters
 from moe_trm.plan.memory import Load
 from moe_trm.plan.modes import MODES, Mode
 from moe_trm.plan.parameters import Model, model_of
 from moe_trm.plan.provision import Provision, provision
-from moe_trm.plan.simulate import Fleet, Timeline, simulate
+from moe_trm.plan.simulate import SimulatedServers, Timeline, simulate
 from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds, training_operations
 from moe_trm.plan.wire import mask_bytes, route_bytes
 
@@ -149,7 +149,9 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     slots = config.rollout.server.max_running_requests
     rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
     push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
-    fleet = Fleet(servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency))
+    fleet = SimulatedServers(
+        servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency)
+    )
     fleet = replace(fleet, sharing=efficiency.sharing)
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
     batches = lengths.batches(STEPS, samples)
@@ -167,7 +169,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         own, with_older = (training_operations(model, hf, _with_pipeline(config, mode), context, n) for n in (0.0, 1.0))
         return own_train * own / operations, own_train * (with_older - own) / operations
 
-    def simulated(mode: Mode, fleet: Fleet) -> Timeline:
+    def simulated(mode: Mode, fleet: SimulatedServers) -> Timeline:
         train_s, older_s = seconds(mode)
         return simulate(batches, train_s, fleet, mode.schedule(sends=sends), older_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moe_trm.config.schema import PipelineConfig
-from moe_trm.plan.simulate import Schedule
+from moe_trm.plan.simulate import SimulatedSchedule
 
 
 class Mode(NamedTuple):
@@ -36,10 +36,10 @@ class Mode(NamedTuple):
         """Effect of a push on what runs."""
         return "rolling" if self.rolling else self.partial
 
-    def schedule(self, *, sends: bool) -> Schedule:
+    def schedule(self, *, sends: bool) -> SimulatedSchedule:
         """As the simulation takes it; `sends`: by `sync.method=distributed`."""
         interrupts = self.partial == "interrupt"
-        return Schedule(
+        return SimulatedSchedule(
             self.staleness,
             interrupts,
             sends and not interrupts,

@@ -14,7 +14,7 @@ from math import inf
 
 
 @dataclass(frozen=True)
-class Fleet:
+class SimulatedServers:
     """The rollout servers.
 
     Attributes:
@@ -38,7 +38,7 @@ class Fleet:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SimulatedSchedule:
     """Distance that sampling runs ahead, and the effect of a push.
 
     Attributes:
@@ -75,7 +75,7 @@ class Timeline:
     learner_busy_s: float
     server_busy_s: float
     slot_s: float
-    fleet: Fleet
+    fleet: SimulatedServers
     versions: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -106,7 +106,11 @@ class Timeline:
 
 
 def simulate(
-    batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule, older_s: float = 0.0
+    batches: Sequence[Sequence[int]],
+    train_s: float,
+    fleet: SimulatedServers,
+    schedule: SimulatedSchedule,
+    older_s: float = 0.0,
 ) -> Timeline:
     """Train every batch of answer lengths and say when each ended.
 
@@ -122,7 +126,7 @@ class _Server:
     A request that starts at progress p and has n tokens ends at progress p + n.
     """
 
-    fleet: Fleet
+    fleet: SimulatedServers
     now: float = 0.0
     progress: float = 0.0
     loading_until: float = 0.0
@@ -183,8 +187,8 @@ class _Run:
         batches: Sequence[Sequence[int]],
         train_s: float,
         older_s: float,
-        fleet: Fleet,
-        schedule: Schedule,
+        fleet: SimulatedServers,
+        schedule: SimulatedSchedule,
     ) -> None:
         self._batches, self._schedule = batches, schedule
         self._train_s, self._older_s = train_s / schedule.parts, older_s / schedule.parts

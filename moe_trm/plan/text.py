@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moe_trm.plan.build import Plan, Simulated, lines
+from moe_trm.plan.candidates import Judged
 from moe_trm.plan.cluster import SERVER_SHARE
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import keeps_scores
-from moe_trm.plan.layouts import Judged
 from moe_trm.plan.memory import BASES
 
 WIDTH = 80

@@ -35,7 +35,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class ProbeTokens:
+class PooledTokens:
     """Scored tokens of one or many probe steps, each array `[N]`.
 
     Attributes:
@@ -51,7 +51,7 @@ class ProbeTokens:
     flipped_layers: Array
 
 
-def load(folder: Path) -> ProbeTokens:
+def load(folder: Path) -> PooledTokens:
     """The probe tokens that a run saved under `runs/NAME/probe` (`probe.save=true`), one file a step and rank.
 
     Raises:
@@ -69,11 +69,11 @@ def load(folder: Path) -> ProbeTokens:
         for name in ("group_id", "native", "replayed", "flipped_layers")
     }
     _, group = np.unique(np.stack([steps.astype(np.int64), joined["group_id"]]), axis=1, return_inverse=True)
-    return ProbeTokens(group.reshape(-1), joined["native"], joined["replayed"], joined["flipped_layers"])
+    return PooledTokens(group.reshape(-1), joined["native"], joined["replayed"], joined["flipped_layers"])
 
 
 def pooled(
-    tokens: ProbeTokens,
+    tokens: PooledTokens,
     *,
     num_layers: int | None = None,
     resamples: int = 2000,

@@ -19,6 +19,7 @@ from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.sample import ProbeRows, products, standard_errors
 from moe_trm.ratios import k3
+from moe_trm.step.passes import anchor_source, judged_before
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 
@@ -71,7 +72,8 @@ def rounding_shares(
     for share, rounding in roundings.items():
         learner.snapshot(ROUNDED, rounding=rounding)
         try:
-            scores = learner.score(batches, [batch.rollout_routes for batch in batches], weights=ROUNDED)
+            sources = [anchor_source("R3", batch, judged_before(batch)) for batch in batches]
+            scores = learner.score(batches, sources, weights=ROUNDED)
         finally:
             learner.forget(ROUNDED)
         after = _scored(batches, scores)

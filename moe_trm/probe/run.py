@@ -25,10 +25,10 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.flip_causes import flip_causes, flips_of
 from moe_trm.probe.load_balance import load_balance
 from moe_trm.probe.rounding_shares import rounding_shares, roundings
-from moe_trm.probe.sample import Choice, ProbeRows, probe_rows, products, standard_errors
+from moe_trm.probe.sample import ProbeChoice, ProbeRows, probe_rows, products, standard_errors
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import Anchored, anchor_source, judged_before
 from moe_trm.types import RolloutRecord, TokenBatch, TrainBatch
 from routing.replay import Record, ReplayReport
 
@@ -79,7 +79,7 @@ class Probe:
 
     def __init__(self, config: Config, run_dir: Path, mode: ReplayMode) -> None:
         self._config, self._folder, self._roundings = config, run_dir / "probe", roundings(config)
-        self._mode, self._choice = mode, Choice(config, mode)
+        self._mode, self._choice = mode, ProbeChoice(config, mode)
 
     def due(self, step: int) -> bool:
         """True on steps with a probe."""
@@ -139,7 +139,11 @@ class Probe:
         """Scores with the rollout's routes in the probe's micro-batches."""
         if self._mode == "R3" and rows.anchored and all(part.scored for part in rows.anchored):
             return [scores for part in rows.anchored for scores in part.scores]
-        return learner.score(rows.batches, [batch.rollout_routes for batch in rows.batches])
+        # Under R3 the passes of training have judged these rows.
+        sources = [
+            anchor_source("R3", batch, judged_before(batch) if self._mode == "R3" else ()) for batch in rows.batches
+        ]
+        return learner.score(rows.batches, sources)
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ class ProbeRows:
         return self.num_rows == self.total_rows
 
 
-class Choice:
+class ProbeChoice:
     """Whether a probe looks at minibatches or draws rows.
 
     Args:
@@ -116,7 +116,7 @@ def probe_rows(
         learner: gathers over the ranks.
         anchored: this rank's rows of the step.
         step: number of the step.
-        num_minibatches: see `Choice`.
+        num_minibatches: see `ProbeChoice`.
     """
     return _last(anchored, num_minibatches) if num_minibatches else _drawn(config, learner, anchored, step)
 

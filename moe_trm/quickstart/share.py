@@ -1,11 +1,10 @@
 """Processes that share the work of the warm-up: each computes its part of every batch, all make the same steps.
 
-Shape letters: S processes, N numbers.
+Shape letters: N numbers.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -18,11 +17,9 @@ from torch import Tensor
 from moe_trm.runtime.lifeline import end_with_parent
 
 T = TypeVar("T")
-ROOM = 1 << 22
-"""Numbers of a process that the shared memory has room for."""
 
 
-class Share:
+class BatchShare:
     """The part of one process; by itself it has all of the work.
 
     Attributes:
@@ -30,33 +27,20 @@ class Share:
         size: processes.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, room: mmap.mmap | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        # Two places for each process: while one is read, the next sum is written to the other.
-        self._places = None if room is None else torch.frombuffer(room, dtype=torch.float32).view(2, size, ROOM)
-        self._turn = 0
 
     def of(self, items: Sequence[T]) -> Sequence[T]:
         """The items that this process computes."""
         return items[self.rank :: self.size]
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over all processes: through shared memory where there is room, or else in one message."""
+        """The sums over all processes, in one message."""
         if self.size == 1:
             return list(tensors)
-        sizes = [tensor.numel() for tensor in tensors]
-        if self._places is None or sum(sizes) > ROOM or any(tensor.dtype != torch.float32 for tensor in tensors):
-            flat_N = torch.cat([tensor.flatten() for tensor in tensors])
-            dist.all_reduce(flat_N)
-        else:
-            places_SN = self._places[self._turn, :, : sum(sizes)]
-            self._turn = 1 - self._turn
-            torch.cat([tensor.flatten() for tensor in tensors], out=places_SN[self.rank])
-            dist.barrier()
-            flat_N = torch.add(places_SN[0], places_SN[1])
-            for place_N in places_SN[2:]:
-                flat_N += place_N
-        parts = torch.split(flat_N, sizes)
+        flat_N = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat_N)
+        parts = torch.split(flat_N, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)]
 
     def total(self, number: float) -> float:
@@ -65,16 +49,15 @@ class Share:
         return float(value)
 
 
-def forked(size: int) -> Share:
+def forked(size: int) -> BatchShare:
     """Fork this process into `size` that go on from here, each with one thread, and end with the first.
 
     Call it before torch has computed anything with several threads.
     """
     torch.set_num_threads(1)
     if size == 1:
-        return Share()
+        return BatchShare()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    room = mmap.mmap(-1, 2 * size * ROOM * torch.float32.itemsize)
     rank = 0
     sys.stdout.flush()
     for other in range(1, size):
@@ -84,4 +67,4 @@ def forked(size: int) -> Share:
             store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
             break
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return Share(rank, size, room)
+    return BatchShare(rank, size)

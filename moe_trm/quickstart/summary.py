@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from moe_trm.probe.pooled import Interval, ProbeTokens, load, pooled
+from moe_trm.probe.pooled import Interval, PooledTokens, load, pooled
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -46,11 +46,11 @@ def _percent(interval: Interval) -> str:
     return f"{interval.value:.2%} [{interval.low:.2%}, {interval.high:.2%}]"
 
 
-def _together(parts: Sequence[ProbeTokens]) -> ProbeTokens:
+def _together(parts: Sequence[PooledTokens]) -> PooledTokens:
     """Several runs as one; prompts of different runs stay apart."""
     shifted, used = [], 0
     for part in parts:
         shifted.append(replace(part, group=part.group + used))
         used += int(part.group.max()) + 1
     names = ("group", "native", "replayed", "flipped_layers")
-    return ProbeTokens(**{name: np.concatenate([getattr(part, name) for part in shifted]) for name in names})
+    return PooledTokens(**{name: np.concatenate([getattr(part, name) for part in shifted]) for name in names})

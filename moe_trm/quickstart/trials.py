@@ -15,8 +15,8 @@ from launch.job import run_job
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import TinyShape
 from moe_trm.quickstart import warmup
-from moe_trm.quickstart.figure import draw
 from moe_trm.quickstart.options import BACKENDS
+from moe_trm.quickstart.plot import draw
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 from moe_trm.runtime.lifeline import end_with_parent
 

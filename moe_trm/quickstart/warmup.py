@@ -28,10 +28,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, TinyShape, character_tokenizer, save, tiny_model
-from moe_trm.quickstart.experts import use_copied_rows
-from moe_trm.quickstart.share import Share, forked
+from moe_trm.quickstart.share import BatchShare, forked
 from moe_trm.tasks.arithmetic import held_out_problems
-from moe_trm.tasks.problems import Problem, draw
+from moe_trm.tasks.problems import ArithmeticProblem, draw
 
 if TYPE_CHECKING:
     from transformers import Qwen3MoeForCausalLM
@@ -100,13 +99,13 @@ class Warmup:
     """One model, the tiny one or of another shape, on its way from random weights to the quickstart's start."""
 
     def __init__(
-        self, seed: int, recipe: WarmupRecipe, share: Share | None = None, shape: TinyShape | None = None
+        self, seed: int, recipe: WarmupRecipe, share: BatchShare | None = None, shape: TinyShape | None = None
     ) -> None:
-        self.recipe, self.seed, self._share = recipe, seed, share or Share()
+        self.recipe, self.seed, self._share = recipe, seed, share or BatchShare()
         self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
         self._id_of: dict[str, int] = self.tokenizer.get_vocab()
         self.model: Qwen3MoeForCausalLM = tiny_model(seed, shape)
-        use_copied_rows(self.model)
+        self.model.set_experts_implementation("grouped_mm")
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
         )
@@ -135,7 +134,7 @@ class Warmup:
             )
         return WarmupReport(self.seed, learnt_at, self.step - learnt_at, greedy, working, *self._cost())
 
-    def _learn_working(self, problems: Sequence[Problem]) -> None:
+    def _learn_working(self, problems: Sequence[ArithmeticProblem]) -> None:
         recipe, solved = self.recipe, 0.0
         for target in range(recipe.steps, recipe.max_steps + 1, recipe.further_steps):
             while self.step < target:
@@ -165,7 +164,7 @@ class Warmup:
         falling = 1 - (self.step - recipe.lr_warmup_steps) / (recipe.steps - recipe.lr_warmup_steps)
         return max(recipe.lr_floor, min(1.0, rising, falling)) if self.step >= recipe.lr_warmup_steps else rising
 
-    def _learn_to_guess(self, problems: Sequence[Problem]) -> None:
+    def _learn_to_guess(self, problems: Sequence[ArithmeticProblem]) -> None:
         self._pool.clear()
         recipe = self.recipe
         for number in range(1 + recipe.extra_rounds):
@@ -240,12 +239,12 @@ class Warmup:
         """Ids of the characters. The tokenizer gives the same, and takes a tenth of a step for it."""
         return [self._id_of[character] for character in text]
 
-    def accuracy(self, problems: Sequence[Problem], *, ban_direct: bool = False) -> float:
+    def accuracy(self, problems: Sequence[ArithmeticProblem], *, ban_direct: bool = False) -> float:
         """Share of problems whose greedy answer is right; `ban_direct` forbids `#` as the first token."""
         return self._share.total(self._num_solved(self._share.of(problems), ban_direct)) / len(problems)
 
     @torch.no_grad()
-    def _num_solved(self, problems: Sequence[Problem], ban_direct: bool) -> int:
+    def _num_solved(self, problems: Sequence[ArithmeticProblem], ban_direct: bool) -> int:
         """All answers at once, one token a pass. Where a prompt goes on, its next token is what the pass gave."""
         if not problems:
             return 0
@@ -274,7 +273,7 @@ class Warmup:
         limit = self.recipe.max_new_tokens
         return sum(self._solved(problem, row[:limit]) for problem, row in zip(problems, answers, strict=True))
 
-    def _solved(self, problem: Problem, row: list[int]) -> bool:
+    def _solved(self, problem: ArithmeticProblem, row: list[int]) -> bool:
         text = self.tokenizer.decode(row[: row.index(EOS)]) if EOS in row else ""
         return "#" in text and text.rpartition("#")[2] == problem.answer
 
@@ -289,7 +288,7 @@ class Warmup:
 
 
 def warm_up(
-    folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None, share: Share | None = None
+    folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None, share: BatchShare | None = None
 ) -> WarmupReport:
     """Make the quickstart's start in `folder`: a checkpoint, and its report `warmup.json`.
 

@@ -8,8 +8,8 @@ from html import escape
 from moe_trm.report import lint, words
 from moe_trm.report.cards import Cards
 from moe_trm.report.html import document
+from moe_trm.report.lost_servers import lost_servers
 from moe_trm.report.run import Run
-from moe_trm.report.servers import lost_servers
 
 
 def render(runs: Sequence[Run]) -> str:

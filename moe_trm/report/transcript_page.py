@@ -8,7 +8,7 @@ from html import escape
 
 from moe_trm.report.html import document, number
 from moe_trm.report.session_tree import session_tree
-from moe_trm.report.transcript import Transcript, name_of
+from moe_trm.report.token_rows import Transcript, name_of
 
 PALEST, DARKEST = -4.0, 0.0
 """Powers of ten of the log-ratio's size at which shading begins and is full."""

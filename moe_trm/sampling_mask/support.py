@@ -83,7 +83,7 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SupportChunk:
     """Tokens `tokens` and the held ids `kept` that are theirs; `token` counts from the chunk's first token."""
 
     tokens: slice
@@ -92,7 +92,7 @@ class Chunk:
     token: Tensor
 
 
-def chunks(support: Support, weight_VH: Tensor, max_rows: int) -> Iterator[Chunk]:
+def chunks(support: Support, weight_VH: Tensor, max_rows: int) -> Iterator[SupportChunk]:
     """Runs of tokens whose gathered rows, or dense logits, fit into `max_rows * H` numbers."""
     bounds = support.offsets.cpu()
     num_tokens = len(bounds) - 1
@@ -104,7 +104,7 @@ def chunks(support: Support, weight_VH: Tensor, max_rows: int) -> Iterator[Chunk
         stop = min(start + wide_tokens if wide else max(fitting, start + 1), num_tokens)
         last = int(bounds[stop])
         offsets = support.offsets[start : stop + 1] - first
-        yield Chunk(slice(start, stop), slice(first, last), offsets, support.token[first:last] - start)
+        yield SupportChunk(slice(start, stop), slice(first, last), offsets, support.token[first:last] - start)
         start = stop
 
 

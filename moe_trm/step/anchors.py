@@ -35,7 +35,15 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.learner.scoring import FED, on_device
 from moe_trm.step import proximal_average
 from moe_trm.step.cadence import Cadence
-from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source, watching
+from moe_trm.step.passes import (
+    Anchored,
+    anchor_source,
+    behavior_source,
+    judged_before,
+    judging,
+    update_source,
+    watching,
+)
 from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.types import TokenBatch, TrainBatch
 from routing.router_shift import KEEP
@@ -106,7 +114,7 @@ class Anchors:
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
             return self._anchored(batch, padded, proximal)
         skipped = int(not (moved or every) and self._own_forward_suffices(batch))
-        passed = iter(self._pass(learner, padded[skipped:], weights=own))
+        passed = iter(self._pass(learner, padded[skipped:], batch.step - 1, weights=own))
         proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
         anchored = self._anchored(batch, padded, proximal)
         if self._recovery == "snapshot":
@@ -125,20 +133,34 @@ class Anchors:
         self, learner: Learner, batch: TrainBatch, padded: Sequence[list[TokenBatch]], start: str | None
     ) -> list[Anchored]:
         """Anchors under the average, and the behaviour log-probs beside them where they are known apart."""
-        scores = self._pass(learner, padded, weights=proximal_average.NAME)
+        scores = self._pass(learner, padded, None, weights=proximal_average.NAME)
         passed = iter(scores)
         anchored = self._anchored(batch, padded, [[next(passed) for _ in part] for part in padded])
         if self._recovery == "merged":
             return anchored
         # Where nothing was sampled by the learner's own weights, no token keeps what it begins with.
-        own = self._pass(learner, padded, weights=start) if batch.step - 1 in batch.versions else scores
+        now = batch.step - 1
+        own = self._pass(learner, padded, now, weights=start) if now in batch.versions else scores
         return self._with_behavior(learner, batch, anchored, own)
 
     def _pass(
-        self, learner: Learner, padded: Sequence[list[TokenBatch]], *, weights: str | None = None
+        self,
+        learner: Learner,
+        padded: Sequence[list[TokenBatch]],
+        version: int | None,
+        *,
+        weights: str | None = None,
     ) -> list[Scores]:
+        """Scores under `weights`, which are those of `version`; None: no version's."""
         flat = [item for part in padded for item in part]
-        sources = [watching(anchor_source(self._mode, item), self._watched) for item in flat]
+        others = self._recovery in ("same", "snapshot")
+        rows = [
+            judging(item, version, others=others) if version is not None else judged_before(item) if others else ()
+            for item in flat
+        ]
+        sources = [
+            watching(anchor_source(self._mode, item, at), self._watched) for item, at in zip(flat, rows, strict=True)
+        ]
         return learner.score(flat, sources, weights=weights)
 
     def _anchored(
@@ -148,7 +170,7 @@ class Anchors:
         for mini, part, scores in zip(batch.mini_batches, padded, proximal, strict=True):
             kept = [(score.recorded, score.router) for score in scores] or [(None, None)] * len(part)
             sources = [
-                watching(update_source(self._mode, item, own), router)
+                watching(update_source(self._mode, item, own, self._judged(item, batch.step - 1, scores)), router)
                 for item, (own, router) in zip(part, kept, strict=True)
             ]
             anchored.append(
@@ -164,6 +186,12 @@ class Anchors:
             )
         return anchored
 
+    def _judged(self, item: TokenBatch, version: int, scores: Sequence[Scores]) -> tuple[bool | None, ...]:
+        """Which rows the update passes judge: all where their own forward is the first pass, else none."""
+        if not scores:
+            return judging(item, version, others=False)
+        return () if self._recovery in WITHOUT_ANCHOR_PASS else judged_before(item)
+
     def _with_behavior(
         self, learner: Learner, batch: TrainBatch, anchored: Sequence[Anchored], own: Sequence[Scores]
     ) -> list[Anchored]:
@@ -174,7 +202,7 @@ class Anchors:
         flat = [item for part in anchored for item in part.batches]
         found = [scores.logprobs for scores in own]
         for old in [number for number in batch.versions if number != batch.step - 1]:
-            sources = [behavior_source(self._mode, item) for item in flat]
+            sources = [behavior_source(self._mode, item, old) for item in flat]
             if old not in self._kept:
                 raise LearnerError(
                     "the weights that sampled this step's tokens are not in the checkpoint that the run went on from",

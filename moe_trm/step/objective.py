@@ -6,10 +6,8 @@ Shape letters: B rows, R forwarded tokens of the longest row.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +51,7 @@ class Objective:
         self._recipe = recipe(config)
         path = run_dir / "thresholds.json" if run_dir else None
         self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
-        self._metrics: list[summable.Sums] = []
+        self._metrics: list[summable.Summable] = []
         self._num_updates = 0
         self._adapted: dict[str, Parameter] = {}
         self._decision = Decision(config.correction.decide_after)
@@ -151,22 +149,18 @@ class Objective:
                 if coef
             }
             self._metrics.append(
-                summable.Sums.joined(
-                    [
-                        diagnostics.metrics(evidence),
-                        {
-                            **{name: share.detach().double() for name, share in shares.items()},
-                            **measured,
-                            **token_loss.metrics,
-                            **correction.metrics,
-                            **diagnostics.divergences(evidence),
-                            **diagnostics.acceptance(evidence, correction),
-                            **(diagnostics.by_turn(evidence) if self._has_turns else {}),
-                            **diagnostics.gradient_power(evidence, correction),
-                            **_first_update(ratios, first and part.scored),
-                        },
-                    ]
-                )
+                {
+                    **diagnostics.metrics(evidence),
+                    **{name: share.detach().double() for name, share in shares.items()},
+                    **measured,
+                    **token_loss.metrics,
+                    **correction.metrics,
+                    **diagnostics.divergences(evidence),
+                    **diagnostics.acceptance(evidence, correction),
+                    **(diagnostics.by_turn(evidence) if self._has_turns else {}),
+                    **diagnostics.gradient_power(evidence, correction),
+                    **_first_update(ratios, first and part.scored),
+                }
             )
             return torch.stack([*shares.values()]).sum()
 
@@ -179,7 +173,7 @@ class Objective:
         `loss/policy` and the other terms are means over the updates; each micro-batch has only its share of one.
         """
         collected, self._metrics = self._metrics, []
-        metrics = summable.finalize(learner.reduce(reduce(operator.add, collected) if collected else {}))
+        metrics = summable.finalize(learner.reduce(summable.add(collected)))
         for term in TERMS & metrics.keys():
             metrics[term] /= self._num_updates
         self._num_updates = 0

@@ -109,26 +109,49 @@ def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> T
     return rollout + age / (age + 1) * (current_logprobs.detach() - rollout)
 
 
-def behavior_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:
-    """Routes of a pass under older weights."""
-    return batch.rollout_routes if mode == "R3" else Native()
+def behavior_source(mode: ReplayMode, batch: TokenBatch, version: int) -> RouteSource:
+    """Routes of a pass under the older weights of `version`."""
+    return _rollout_routes(batch, judging(batch, version, others=True)) if mode == "R3" else Native()
 
 
-def anchor_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:
+def anchor_source(mode: ReplayMode, batch: TokenBatch, at_sampling: tuple[bool | None, ...] = ()) -> RouteSource:
     """Routes of the proximal pass, which at age 0 is the behaviour pass as well."""
     if mode == "R3":
-        return batch.rollout_routes
+        return _rollout_routes(batch, at_sampling)
     return Record() if mode == "R2" else Native()
 
 
-def update_source(mode: ReplayMode, batch: TokenBatch, recorded: Recorded | None) -> RouteSource:
+def update_source(
+    mode: ReplayMode, batch: TokenBatch, recorded: Recorded | None, at_sampling: tuple[bool | None, ...] = ()
+) -> RouteSource:
     """Routes of every update pass of this batch; `recorded` is what the anchor pass recorded under R2."""
     if mode == "R3":
-        return batch.rollout_routes
+        return _rollout_routes(batch, at_sampling)
     if mode == "R2":
         assert recorded is not None, "R2 needs the proximal pass's recording"
         return ReplayRecorded(recorded)
     return Native()
+
+
+def judging(batch: TokenBatch, version: int, *, others: bool) -> tuple[bool | None, ...]:
+    """Which rows a pass at the weights of `version` judges (`ReplayRecords.at_sampling`).
+
+    Rows that these weights sampled have no excuse. Rows of several versions have passes at none of their weights alone,
+    and are judged with that of the newest. `others`: rows of other versions are judged by other passes of the step.
+    """
+    return tuple(
+        True if oldest == version == newest else None if newest == version or not others else False
+        for oldest, newest in batch.sampled_by
+    )
+
+
+def judged_before(batch: TokenBatch) -> tuple[bool | None, ...]:
+    """No row: an earlier pass of the step has judged them all."""
+    return (False,) * len(batch.routes)
+
+
+def _rollout_routes(batch: TokenBatch, at_sampling: tuple[bool | None, ...]) -> RouteSource:
+    return replace(batch.rollout_routes, at_sampling=at_sampling)
 
 
 def watching(source: RouteSource, scores: RouterScores | None) -> RouteSource:

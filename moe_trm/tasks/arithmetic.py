@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 
 from moe_trm.errors import ConfigError
-from moe_trm.tasks.problems import Problem, draw
+from moe_trm.tasks.problems import ArithmeticProblem, draw
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.scorer import Scorer
 from moe_trm.tasks.tokens import Tokens
@@ -47,18 +47,18 @@ class ArithmeticTask:
     async def close(self) -> None:
         await self._scorer.close()
 
-    def _prompt(self, problem: Problem) -> Prompt:
+    def _prompt(self, problem: ArithmeticProblem) -> Prompt:
         token_ids = self.tokens.encode(problem.prompt)
         return Prompt(problem.name, token_ids, text=problem.prompt, answer=problem.answer)
 
 
-def held_out_problems(max_digits: int, count: int) -> list[Problem]:
+def held_out_problems(max_digits: int, count: int) -> list[ArithmeticProblem]:
     """`count` distinct held-out problems, the same for every seed.
 
     Raises `ConfigError` when there are not that many.
     """
     rng = random.Random(f"held-out-{max_digits}")
-    found: dict[str, Problem] = {}
+    found: dict[str, ArithmeticProblem] = {}
     for _ in range(200 * count):
         problem = draw(rng, max_digits, held_out=True)
         found.setdefault(problem.name, problem)

@@ -11,7 +11,7 @@ from moe_trm.tasks.gsm8k import TEMPLATE, read_gsm8k
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.tasks.rewards import exact_reward
-from moe_trm.tasks.scorer import Comparison, Scorer
+from moe_trm.tasks.scorer import ComparisonReward, Scorer
 from moe_trm.tasks.tokens import Tokens
 
 MATH_VERIFY = "moe_trm.tasks.math_reward:math_verify"
@@ -61,7 +61,7 @@ def _examples(config: TaskConfig, source: str) -> list[Example]:
 def _scorer(config: TaskConfig) -> Scorer:
     name = config.reward or ("math_verify" if config.name == "gsm8k" else "exact")
     if name == "exact":
-        return Comparison(exact_reward)
+        return ComparisonReward(exact_reward)
     return FunctionReward(
         MATH_VERIFY if name == "math_verify" else name,
         timeout_s=config.reward_timeout_s,

@@ -16,7 +16,7 @@ HELD_OUT_SHARE = 26 / 256
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """`a op b` with `op` one of `+`, `-`; both operands non-negative."""
 
     a: int
@@ -63,11 +63,11 @@ class Problem:
         return (self.working() if with_working else "") + f"#{self.answer}"
 
 
-def draw(rng: random.Random, max_digits: int, *, held_out: bool) -> Problem:
+def draw(rng: random.Random, max_digits: int, *, held_out: bool) -> ArithmeticProblem:
     """One problem; each operand has 1 to `max_digits` digits, every count equally likely."""
     while True:
         a, b = _operand(rng, max_digits), _operand(rng, max_digits)
-        problem = Problem(a, rng.choice("+-"), b)
+        problem = ArithmeticProblem(a, rng.choice("+-"), b)
         if problem.held_out == held_out:
             return problem
 

@@ -9,7 +9,7 @@ from moe_trm.tasks.reward_input import RewardInput
 
 
 class Scorer(Protocol):
-    """Gives samples their rewards. Implementations: `Comparison`, `FunctionReward`."""
+    """Gives samples their rewards. Implementations: `ComparisonReward`, `FunctionReward`."""
 
     async def start(self) -> None:
         """Load what is needed. Raises `ConfigError`."""
@@ -21,7 +21,7 @@ class Scorer(Protocol):
         """Release helper processes."""
 
 
-class Comparison:
+class ComparisonReward:
     """`Scorer` of a pure function that takes no time, such as `exact_reward`."""
 
     def __init__(self, function: Callable[[RewardInput], float]) -> None:

@@ -30,9 +30,6 @@ class Tokens:
         stop_token_ids: of generation_config.json, else of config.json, else the tokenizer's end token.
     """
 
-    _backend: Any = None
-    """What `_decoder_of` finds for the tokenizer."""
-
     def __init__(self, folder: str | Path) -> None:
         """Load config and tokenizer of a checkpoint folder.
 
@@ -50,7 +47,6 @@ class Tokens:
             )
         config = self._json("config.json", required=True)
         self._tokenizer = self._load()
-        self._backend = _decoder_of(self._tokenizer)
         self.vocab_size = self._vocab_size(config)
         positions = config.get("max_position_embeddings")
         self.max_positions = positions if isinstance(positions, int) else None
@@ -145,8 +141,6 @@ class Tokens:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids as text, special tokens left out, spaces untouched."""
-        if self._backend is not None:
-            return str(self._backend.decode(token_ids, skip_special_tokens=True))
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
@@ -249,10 +243,3 @@ class Tokens:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{name} is not valid JSON", where=str(path), got=str(error)) from error
         return data if isinstance(data, dict) else {}
-
-
-def _decoder_of(tokenizer: Any) -> Any:
-    """What decodes for a tokenizer of the general class, called without its detours; None for another class."""
-    if type(tokenizer).__name__ not in GENERAL_CLASSES:
-        return None
-    return getattr(tokenizer, "backend_tokenizer", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_trm.config.load import UNSET
 from moe_trm.config.schema import Config
-from moe_trm.translate.setting import NeedsDecisionError, Setting, UnreadError
+from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError, UnreadError
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Draft:
         remarks: what a reader should know of a translated value.
     """
 
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, ForeignSetting]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     framework: str = ""
     dashes: str = ""
@@ -103,7 +103,7 @@ class Draft:
         """True when the output says what became of this setting of the input."""
         return key in self.translated or key in self.to_do or key in self.missing
 
-    def list_rest(self, reason_of: Callable[[str, Setting], tuple[str, bool]]) -> None:
+    def list_rest(self, reason_of: Callable[[str, ForeignSetting], tuple[str, bool]]) -> None:
         """List every setting that no rule has read, with its reason; True beside it asks for a decision."""
         for key, setting in self.settings.items():
             if not self.accounted(key):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_trm.errors import ConfigError
 from moe_trm.translate.draft import Draft
-from moe_trm.translate.setting import NeedsDecisionError, Setting
+from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.slime_correction import CORRECTION
 from moe_trm.translate.slime_left import reason_of
 from moe_trm.translate.slime_run import RUN
@@ -69,7 +69,7 @@ def from_miles(path: Path, words: Sequence[str] = ()) -> Draft:
     return translate(flag_settings(path, words), "miles", where=str(path))
 
 
-def translate(settings: Mapping[str, Setting], framework: str = "slime", *, where: str = "arguments") -> Draft:
+def translate(settings: Mapping[str, ForeignSetting], framework: str = "slime", *, where: str = "arguments") -> Draft:
     """Translate flags without their dashes. Raises `ConfigError` where none is the framework's."""
     if not {"hf-checkpoint", "rollout-batch-size", "prompt-data", "advantage-estimator", "use-tis"} & set(settings):
         raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_trm.translate.draft import Draft
-from moe_trm.translate.setting import NeedsDecisionError
+from moe_trm.translate.foreign_setting import NeedsDecisionError
 from moe_trm.translate.values import Rule
 from moe_trm.translate.verl_correction import kl_estimator
 from moe_trm.translate.words import number, on, word

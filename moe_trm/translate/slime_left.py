@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from moe_trm.translate.setting import Setting
+from moe_trm.translate.foreign_setting import ForeignSetting
 
 _CHANGES: Sequence[tuple[str, str]] = (
     (r"use-(rollout-)?indexer-replay", "the indexer's choices are not replayed here"),
@@ -90,7 +90,7 @@ _LEFT: Sequence[tuple[str, str]] = (
 )
 
 
-def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
+def reason_of(key: str, setting: ForeignSetting) -> tuple[str, bool]:
     """The reason that this flag is not translated, and whether somebody has to decide about it."""
     for pattern, reason in _CHANGES:
         if re.fullmatch(pattern, key):

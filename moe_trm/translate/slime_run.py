@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_trm.translate.draft import Draft
-from moe_trm.translate.setting import NeedsDecisionError
+from moe_trm.translate.foreign_setting import NeedsDecisionError
 from moe_trm.translate.values import Rule
 from moe_trm.translate.words import integer, number, on, word, wordly, words
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moe_trm.config.load import read_plain, yaml_value
 from moe_trm.errors import ConfigError
-from moe_trm.translate.setting import Setting, merged
+from moe_trm.translate.foreign_setting import ForeignSetting, merged
 from moe_trm.translate.shell import Word, references, words_of
 
 ARGUMENTS = "arguments"
@@ -25,7 +25,7 @@ _OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 _COMPUTED = "the script computes it"
 
 
-def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, Setting]:
+def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
     """verl's settings by dotted key: from Hydra's composed YAML, a list of `key=value`, or a launch script.
 
     `words` are further `key=value`, which win. `-` is standard input.
@@ -41,7 +41,7 @@ def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, Setting]:
     return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
 
 
-def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, Setting]:
+def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
     """slime's flags by name: from an argument list or a launch script. Each value is a tuple of words.
 
     Raises:
@@ -84,15 +84,15 @@ def _place(word: Word) -> str:
     return f"line {word.line}" if word.line else ARGUMENTS
 
 
-def _at(setting: Setting, place: str) -> Setting:
-    return Setting(setting.key, setting.value, place, setting.shown, setting.unread)
+def _at(setting: ForeignSetting, place: str) -> ForeignSetting:
+    return ForeignSetting(setting.key, setting.value, place, setting.shown, setting.unread)
 
 
 def _unread(word: Word) -> str:
     return _COMPUTED if word.dynamic else word.doubt
 
 
-def _hydra_words(words: Sequence[Word]) -> Iterator[Setting]:
+def _hydra_words(words: Sequence[Word]) -> Iterator[ForeignSetting]:
     known = {word.holder for word in words if word.holder}
     own = {word.command for word in words if word.holder or re.search(r"\bverl\b|main_\w+|^\w+\.\w+", word.text)}
     main = {word.command for word in words if _MAIN.search(word.text) and not word.holder}
@@ -100,7 +100,7 @@ def _hydra_words(words: Sequence[Word]) -> Iterator[Setting]:
         hydra = _HYDRA.fullmatch(word.text)
         given = _KEY.fullmatch(word.text)
         if hydra:
-            yield Setting(hydra[1], hydra[2], _place(word), hydra[2], _unread(word))
+            yield ForeignSetting(hydra[1], hydra[2], _place(word), hydra[2], _unread(word))
         elif given and ("." in given[1] or word.command in own):
             yield _assigned(word, given[1], given[2], removed=word.text.startswith("~"))
         elif word.text.startswith("~") and "." in word.text:
@@ -109,7 +109,7 @@ def _hydra_words(words: Sequence[Word]) -> Iterator[Setting]:
             yield from _passed(word, known)
 
 
-def _assigned(word: Word, key: str, text: str, *, removed: bool) -> Setting:
+def _assigned(word: Word, key: str, text: str, *, removed: bool) -> ForeignSetting:
     unread, value = _unread(word), None
     if removed:
         unread = "the script takes it out of the base configuration"
@@ -118,19 +118,19 @@ def _assigned(word: Word, key: str, text: str, *, removed: bool) -> Setting:
             value = yaml_value(text)
         except (yaml.YAMLError, OmegaConfBaseException):
             unread = "its value is not in YAML"
-    return Setting(key, value, _place(word), text, unread)
+    return ForeignSetting(key, value, _place(word), text, unread)
 
 
-def _passed(word: Word, known: set[str]) -> Iterator[Setting]:
+def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
     """Settings that a variable brings in, of which nothing is known."""
     if word.text in _OWN_ARGUMENTS:
         reason = "the script passes on its own arguments: give them after the file"
-        yield Setting(word.text, None, _place(word), word.text, reason)
+        yield ForeignSetting(word.text, None, _place(word), word.text, reason)
     elif not set(references(word.text)) & known:
-        yield Setting(word.text, None, _place(word), word.text, "its settings are not in this file")
+        yield ForeignSetting(word.text, None, _place(word), word.text, "its settings are not in this file")
 
 
-def _flags(words: Sequence[Word]) -> Iterator[Setting]:
+def _flags(words: Sequence[Word]) -> Iterator[ForeignSetting]:
     known = {word.holder for word in words if word.holder}
     for number in dict.fromkeys(word.command for word in words):
         mine = [word for word in words if word.command == number]
@@ -139,11 +139,11 @@ def _flags(words: Sequence[Word]) -> Iterator[Setting]:
             if at is None:
                 continue
             program, mine = mine[at], mine[at + 1 :]
-            yield Setting("train.py", (program.text,), _place(program), program.text, program.doubt)
+            yield ForeignSetting("train.py", (program.text,), _place(program), program.text, program.doubt)
         yield from _grouped(mine, known)
 
 
-def _grouped(words: Sequence[Word], known: set[str]) -> Iterator[Setting]:
+def _grouped(words: Sequence[Word], known: set[str]) -> Iterator[ForeignSetting]:
     at = 0
     while at < len(words):
         word = words[at]
@@ -161,16 +161,16 @@ def _grouped(words: Sequence[Word], known: set[str]) -> Iterator[Setting]:
             values.append(words[at].text)
             unread = unread or _unread(words[at])
             at += 1
-        yield Setting(name, tuple(values), _place(word), " ".join(values) or "on", unread)
+        yield ForeignSetting(name, tuple(values), _place(word), " ".join(values) or "on", unread)
 
 
-def _composed(key: str, value: Any, place: str) -> Setting:
+def _composed(key: str, value: Any, place: str) -> ForeignSetting:
     if isinstance(value, str) and "${" in value:
         reason = "an interpolation: print the configuration with `--cfg job --resolve`"
-        return Setting(key, None, place, value, reason)
+        return ForeignSetting(key, None, place, value, reason)
     if value == "???":
-        return Setting(key, None, place, "???", "it has no value yet")
-    return Setting(key, value, place, "null" if value is None else str(value))
+        return ForeignSetting(key, None, place, "???", "it has no value yet")
+    return ForeignSetting(key, value, place, "null" if value is None else str(value))
 
 
 def _flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_trm.errors import ConfigError
 from moe_trm.translate.draft import Draft
-from moe_trm.translate.setting import NeedsDecisionError, Setting
+from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.sources import hydra_settings
 from moe_trm.translate.values import Rule, direct, integer, number, switch, text, undecided
 from moe_trm.translate.verl_correction import CORRECTION, KL
@@ -72,7 +72,7 @@ def from_verl(path: Path, overrides: Sequence[str] = ()) -> Draft:
     return translate(hydra_settings(path, overrides), where=str(path))
 
 
-def translate(settings: Mapping[str, Setting], *, where: str = "verl") -> Draft:
+def translate(settings: Mapping[str, ForeignSetting], *, where: str = "verl") -> Draft:
     """Translate settings by verl's dotted keys. Raises `ConfigError` where none is verl's."""
     if not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings):
         raise ConfigError(

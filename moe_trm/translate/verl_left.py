@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from moe_trm.translate.setting import Setting
+from moe_trm.translate.foreign_setting import ForeignSetting
 
 _OFF = (None, False, 0, -1, "", "disabled", "none", "null")
 
@@ -72,7 +72,7 @@ _NEVER = r".*_target_|critic\..*|actor_rollout_ref\.ref\..*|distillation\.(?!ena
 """Sections that nothing here reads, whatever they say."""
 
 
-def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
+def reason_of(key: str, setting: ForeignSetting) -> tuple[str, bool]:
     """The reason that this setting is not translated, and whether somebody has to decide about it."""
     if re.fullmatch(_NEVER, key):
         return "the learner scores the reference itself, and there is no critic or teacher here", False

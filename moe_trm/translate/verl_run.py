@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_trm.translate.draft import Draft
-from moe_trm.translate.setting import NeedsDecisionError
+from moe_trm.translate.foreign_setting import NeedsDecisionError
 from moe_trm.translate.values import Rule, direct, integer, number, switch, text, undecided
 from moe_trm.translate.verl_keys import ROLLOUT
 

@@ -17,7 +17,7 @@ from launch.job import free_port, run_job
 from moe_trm.config import load, resolve
 from moe_trm.observe.prometheus import gauge_name
 from moe_trm.plan.modes import Mode
-from moe_trm.plan.simulate import Fleet, simulate
+from moe_trm.plan.simulate import SimulatedServers, simulate
 from moe_trm.rollout.servers.process import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
@@ -286,7 +286,7 @@ def test_every_schedule_trains_and_has_the_ages_of_the_simulation(
     if name == "everything":
         assert sum(row["reuse/groups"] for row in rows) > 0
         return
-    fleet = Fleet(1, 1000, lambda _n: 1.0, push_s=0.1)
+    fleet = SimulatedServers(1, 1000, lambda _n: 1.0, push_s=0.1)
     found = simulate(
         [[3] * 16] * STEPS, 7.0, fleet, Mode.of(pipeline.pipeline, pipeline.learner.minibatches).schedule(sends=False)
     )

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks import models
+from benchmarks.published import make_published
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.models.tiny.published import make_published
 from tests.integration.learner_support import ranks
 from tests.integration.ranks import fork_ranks
 from tests.published_models import NAMES, published_config

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_trm.models.tiny.checkpoint import EOS, TinyShape, make_checkpoint, tiny_model
+from moe_trm.models.tiny.checkpoint import EOS, make_checkpoint
 from moe_trm.quickstart import gsm8k
-from moe_trm.quickstart.experts import use_copied_rows
 from moe_trm.quickstart.warmup import Warmup, WarmupError, WarmupRecipe, main, warm_up
-from moe_trm.tasks.problems import Problem
+from moe_trm.tasks.problems import ArithmeticProblem
 from moe_trm.tasks.tokens import Tokens
 
 
@@ -102,29 +101,9 @@ def test_accuracy_reads_the_answer_and_can_ban_the_direct_one() -> None:
 
     warmup.model = Parrot()
     # The last prompt is longer: what comes out while it is read is no answer.
-    problems = [Problem(1, "+", 2), Problem(2, "+", 2), Problem(10, "-", 7)]
+    problems = [ArithmeticProblem(1, "+", 2), ArithmeticProblem(2, "+", 2), ArithmeticProblem(10, "-", 7)]
     assert warmup.accuracy(problems) == pytest.approx(2 / 3)
     assert warmup.accuracy(problems, ban_direct=True) == 0.0
-
-
-def test_experts_of_the_warm_up_have_the_bits_of_transformers() -> None:
-    model = tiny_model(3, TinyShape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=5, expert_ffn=8))
-    ids = torch.randint(4, 100, (3, 7), generator=torch.Generator().manual_seed(0))
-    found = []
-    for copied in (False, True):
-        model.set_experts_implementation("grouped_mm")
-        if copied:
-            use_copied_rows(model)
-        model.zero_grad()
-        logits = model(input_ids=ids, use_cache=False).logits
-        torch.autograd.backward(logits.logsumexp(-1).square().sum())
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append((logits.detach(), {name: grad for name, grad in grads.items() if grad is not None}))
-    (native, native_grads), (copied_rows, copied_grads) = found
-    assert torch.equal(native, copied_rows)
-    assert native_grads.keys() == copied_grads.keys() == dict(model.named_parameters()).keys()
-    assert not [name for name, grad in native_grads.items() if not torch.equal(grad, copied_grads[name])]
-    assert all(grad.abs().max() > 0 for grad in native_grads.values())
 
 
 def test_the_command_tells_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

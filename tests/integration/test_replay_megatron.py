@@ -20,17 +20,16 @@ from routing import Layout, ReplayRefusedError, RouteError
 from routing.megatron import MegatronReplayer
 from routing.replay import Native, Record, ReplayRecorded
 from tests.integration.replay_faults import (
+    a_source_serves_its_own_micro_batch_alone,
     deleted_call_stops,
     forwards_that_escape_stop,
     gates_without_a_gradient_stop,
-    kept_routes_that_change_stop,
     live_gate_weights_stop,
     recompute_that_escapes_stops,
     shifted_rows_stop,
     swapped_and_stale_samples_stop,
     swapped_layers_stop,
     swapped_targets_stop,
-    what_a_source_keeps_is_checked_again,
     wrong_map_stops,
 )
 from tests.integration.replay_support import (
@@ -280,7 +279,7 @@ SCENARIOS = [
     frozen_routers_need_no_gradient, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
     swapped_layers_stop, swapped_and_stale_samples_stop, forwards_that_escape_stop, two_models_do_not_meet,
     recompute_uses_the_same_routes, recompute_that_escapes_stops, nothing_is_left_behind, inside_megatron_schedule,
-    parallel_equals_one_process, refusals, what_a_source_keeps_is_checked_again, kept_routes_that_change_stop,
+    parallel_equals_one_process, refusals, a_source_serves_its_own_micro_batch_alone,
 ]  # fmt: skip
 
 

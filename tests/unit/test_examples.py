@@ -17,7 +17,7 @@ from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.tasks import RewardInput
-from moe_trm.tasks.problems import Problem
+from moe_trm.tasks.problems import ArithmeticProblem
 
 REPOSITORY = Path(__file__).parents[2]
 CALCULATOR = REPOSITORY / "examples" / "calculator" / "rollout.py"
@@ -48,7 +48,12 @@ def test_the_calculator(text: str, value: str) -> None:
 def test_the_calculator_agrees_with_the_quickstarts_working() -> None:
     """The tool's text is the text that the model was warmed up to write itself."""
     calculate = load_function(f"{CALCULATOR}:calculate", key="test")
-    for problem in (Problem(672, "+", 39), Problem(999, "+", 1), Problem(52, "-", 7), Problem(7, "-", 52)):
+    for problem in (
+        ArithmeticProblem(672, "+", 39),
+        ArithmeticProblem(999, "+", 1),
+        ArithmeticProblem(52, "-", 7),
+        ArithmeticProblem(7, "-", 52),
+    ):
         for step in problem.working().removeprefix("~").split(","):
             question, _, answer = step.rpartition("=")
             assert calculate(f"{question}=") == answer

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from functools import reduce
-
 import numpy as np
 import pytest
 import torch
 
 from moe_trm.summable import (
-    Sums,
-    Vectors,
     add,
     bins,
     compared,
@@ -103,53 +98,3 @@ def test_extremes_are_compared_where_sums_are_added() -> None:
     assert finalize(parts[1]) == {}
     assert [compared(name) for name in ("a:max", "a:min", "a:sum")] == [True, True, False]
     assert finalize({"d:sum": 4.0, "d:squared": 10.0, "d:count": 2.0}) == {"d_mean": 2.0, "d_std": 1.0}
-
-
-def test_sums_in_one_vector_are_those_of_each_key_alone() -> None:
-    """Values of other types, with gradients, infinities and one that is no number."""
-    gen = torch.Generator().manual_seed(1)
-    names = ["a:sum", "b:max", "c:min", "a:count", "d:bin0", "d:bin1", "e:min"]
-    parts = [
-        dict(zip(names, torch.randn(len(names), generator=gen, dtype=torch.float64).unbind(), strict=True))
-        for _ in range(4)
-    ]
-    parts[1]["b:max"], parts[2]["c:min"], parts[3]["a:sum"] = (torch.tensor(x) for x in (-torch.inf, torch.inf, 7.0))
-    parts[3]["e:min"], parts[0]["d:bin1"] = torch.tensor(torch.nan, dtype=torch.float64), torch.tensor(1 << 53)
-    parts[2]["a:count"].requires_grad_()
-    got = reduce(operator.add, map(Sums.of, parts))
-    wanted = add({name: value.double() for name, value in part.items()} for part in parts)
-    assert list(got) == list(wanted) == names
-    for name in names:
-        assert torch.equal(got[name].nan_to_num(99.0), wanted[name].nan_to_num(99.0)), name
-        assert (got[name].dtype, got[name].requires_grad) == (torch.float64, False)
-    assert Sums.of(got) is got
-    assert len(Sums.of({})) == 0
-
-
-def test_vectors_are_named_by_subject_and_key() -> None:
-    found = Vectors()
-    found.put(["engine", "total"], ["kl:sum", "far:max"], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
-    found.fill(["engine", "total"], ["kl:count"], 2.0)
-    found.histogram("total/gap", torch.tensor([5.0, 6.0], dtype=torch.float64))
-    joined = Sums.joined([found.sums(), {}, {"own:sum": torch.tensor(7.0)}])
-    assert {name: float(value) for name, value in joined.items()} == {
-        "engine/kl:sum": 1.0,
-        "total/kl:sum": 2.0,
-        "engine/far:max": 3.0,
-        "total/far:max": 4.0,
-        "total/gap:bin0": 5.0,
-        "total/gap:bin1": 6.0,
-        "engine/kl:count": 2.0,
-        "total/kl:count": 2.0,
-        "own:sum": 7.0,
-    }
-    assert finalize(found.sums() + found.sums())["total/far"] == 4.0
-    assert len(Sums.joined([])) == len(Vectors().sums()) == 0
-    with pytest.raises(AssertionError, match="one value of each key"):
-        found.put(["engine"], ["kl:sum", "far:max"], torch.zeros(1, 2, dtype=torch.float64))
-
-
-def test_parts_with_other_metrics_are_no_sum() -> None:
-    one = {"a:sum": torch.tensor(1.0)}
-    with pytest.raises(AssertionError, match="same metrics"):
-        Sums.of(one) + Sums.of({"b:sum": torch.tensor(1.0)})

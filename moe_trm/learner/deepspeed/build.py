@@ -12,13 +12,13 @@ from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config
 from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
-from moe_trm.learner.deepspeed.lora import Adapters, add_adapters
-from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
+from moe_trm.learner.deepspeed.lora import DeepSpeedAdapters, add_adapters
+from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.partitioned import partition
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
-from moe_trm.learner.deepspeed.state import TrainingState, base_parts
+from moe_trm.learner.deepspeed.state import DeepSpeedState, base_parts
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
@@ -60,7 +60,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     recompute = config.learner.recompute == "full"
     policy = load_policy(checkpoint, config.learner.dtype, recompute=recompute, packed=packed, empty=by_parts)
     freeze(policy.causal, config.learner)
-    adapters = Adapters() if wanted is None else add_adapters(policy.causal, wanted)
+    adapters = DeepSpeedAdapters() if wanted is None else add_adapters(policy.causal, wanted)
     engine = _initialize(policy, config, device, adapters, checkpoint if by_parts else None)
     replayer = None
     if num_experts(hf):
@@ -73,7 +73,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         identity = Identity(base_checksum(base_parts(policy.causal), device), wanted.lora)
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     alignment = alignment_of(config.optimizer.alignment_limit)
-    optimizer = GuardedOptimizer(
+    optimizer = DeepSpeedGuardedOptimizer(
         engine, learning_rate(config.optimizer, config.learner, config.train), loss_scale, alignment
     )
     return DeepSpeedLearner(
@@ -91,7 +91,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
             computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
             trained_only=wanted is not None,
         ),
-        TrainingState(policy.causal, engine, optimizer, identity),
+        DeepSpeedState(policy.causal, engine, optimizer, identity),
         temperature=config.rollout.temperature,
         device=device,
         packed=packed,
@@ -117,7 +117,7 @@ def _start_process_group() -> torch.device:
 
 
 def _initialize(
-    policy: HfPolicy, config: Config, device: torch.device, adapters: Adapters, unread: HfCheckpoint | None
+    policy: HfPolicy, config: Config, device: torch.device, adapters: DeepSpeedAdapters, unread: HfCheckpoint | None
 ) -> object:
     """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole.
 

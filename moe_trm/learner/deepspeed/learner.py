@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_trm.learner.base import LearnerBase, check_native, replays
 from moe_trm.learner.data_group import DataGroup
-from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
-from moe_trm.learner.deepspeed.state import TrainingState
+from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
+from moe_trm.learner.deepspeed.state import DeepSpeedState
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_planes
@@ -51,11 +51,11 @@ class DeepSpeedLearner(LearnerBase):
     def __init__(
         self,
         engine: Any,
-        optimizer: GuardedOptimizer,
+        optimizer: DeepSpeedGuardedOptimizer,
         replayer: HFReplayer | None,
         exporter: HfExporter,
         snapshots: Snapshots,
-        training: TrainingState,
+        training: DeepSpeedState,
         *,
         temperature: float,
         device: torch.device,

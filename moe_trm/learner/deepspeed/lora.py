@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from moe_trm.errors import ConfigError
 from moe_trm.learner.deepspeed.weights import matrices_of
-from moe_trm.learner.lora.adapter import A, Adapter, B, Factors, Start, factor_name, merge_in_passes
-from moe_trm.learner.lora.wanted import Wanted
+from moe_trm.learner.lora.adapter import A, Adapter, AdapterStart, B, Factors, factor_name, merge_in_passes
+from moe_trm.learner.lora.wanted import WantedAdapters
 
 
 @dataclass(frozen=True)
-class Place:
+class FactorPlace:
     """A parameter of the model with adapters.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place:
             yield f"{self.owner}.lora_{self.leaf}.parts.{number}", modules
 
 
-class Adapters:
+class DeepSpeedAdapters:
     """The adapters of a model; none of a model without.
 
     Attributes:
@@ -58,7 +58,7 @@ class Adapters:
         self.factors: dict[str, tuple[str, ...]] = {}
         self._adapters: dict[str, tuple[nn.Module, str, Adapter]] = {}
 
-    def add(self, place: Place, module: nn.Module, adapter: Adapter) -> None:
+    def add(self, place: FactorPlace, module: nn.Module, adapter: Adapter) -> None:
         """Take the adapter of the parameter at `place` in `module`."""
         module.add_module(f"lora_{place.leaf}", adapter)
         for owner, modules in place.factors():
@@ -79,13 +79,13 @@ class Adapters:
         merge_in_passes(self._adapters.values())
 
 
-def add_adapters(causal: Any, wanted: Wanted) -> Adapters:
+def add_adapters(causal: Any, wanted: WantedAdapters) -> DeepSpeedAdapters:
     """Give matrices adapters, and freeze everything else. Call it before DeepSpeed takes the model.
 
     Raises:
         ConfigError: a matrix that has no adapter here.
     """
-    found, known = Adapters(), dict(causal.named_parameters())
+    found, known = DeepSpeedAdapters(), dict(causal.named_parameters())
     for parameter in known.values():
         parameter.requires_grad_(False)
     for place in places(causal, wanted.modules):
@@ -101,13 +101,13 @@ def add_adapters(causal: Any, wanted: Wanted) -> Adapters:
     return found
 
 
-def places(causal: Any, modules: frozenset[str]) -> list[Place]:
+def places(causal: Any, modules: frozenset[str]) -> list[FactorPlace]:
     """The parameters of the model, which may be without values, that hold matrices of `modules`.
 
     Raises:
         ConfigError: experts of which only some would have adapters, or a form that has none.
     """
-    found: list[Place] = []
+    found: list[FactorPlace] = []
     covered: set[str] = set()
     for name, parameter in causal.named_parameters():
         matrices = matrices_of(causal, name, parameter)
@@ -117,14 +117,14 @@ def places(causal: Any, modules: frozenset[str]) -> list[Place]:
         if any(any(group) for group in chosen):
             owner, _, leaf = name.rpartition(".")
             kept = tuple(group if any(on) else None for group, on in zip(matrices, chosen, strict=True))
-            found.append(Place(owner, leaf, kept))
+            found.append(FactorPlace(owner, leaf, kept))
             covered |= {module for group in kept if group is not None for module in group}
     if missing := modules - covered:
         raise _refused(min(missing), "a matrix that transformers holds in a form without adapters")
     return found
 
 
-def canonical(place: Place, factor: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+def canonical(place: FactorPlace, factor: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A saved factor `factor` of the model as tensors by `factor_name`."""
     owner, _, kind = factor.rpartition(".")
     modules = dict(place.factors())[owner]
@@ -132,7 +132,7 @@ def canonical(place: Place, factor: str, values: Tensor) -> Iterator[tuple[str, 
         yield factor_name(module, {"A": A, "B": B}[kind]), values[number] if values.dim() == 3 else values
 
 
-def _factors(modules: tuple[str, ...], shape: tuple[int, ...], base: Tensor, start: Start) -> Factors:
+def _factors(modules: tuple[str, ...], shape: tuple[int, ...], base: Tensor, start: AdapterStart) -> Factors:
     both = [start.factors(module, *shape[-2:]) for module in modules]
     a, b = (torch.stack(each) if len(shape) == 3 else each[0] for each in zip(*both, strict=True))
     return Factors(a.to(base, copy=True), b.to(base, copy=True))

@@ -46,7 +46,7 @@ def adamw(
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-class GuardedOptimizer(Steps):
+class DeepSpeedGuardedOptimizer(Steps):
     """AdamW with a schedule. It refuses non-finite gradients; a refused step does not advance the schedule.
 
     Args:

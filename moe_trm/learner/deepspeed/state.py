@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
-from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
+from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.weights import is_factor, own_partition
 from moe_trm.learner.lora.base import Identity
 
@@ -53,7 +53,7 @@ class Fragment:
         return Piece(Place(name, self.shape, (0,) * len(self.shape), self.shape, self.start), to_host(self.of(flat)))
 
 
-class TrainingState:
+class DeepSpeedState:
     """The state of one rank's model and optimizer.
 
     Args:
@@ -64,7 +64,7 @@ class TrainingState:
     """
 
     def __init__(
-        self, model: nn.Module, engine: Any, optimizer: GuardedOptimizer, identity: Identity | None = None
+        self, model: nn.Module, engine: Any, optimizer: DeepSpeedGuardedOptimizer, identity: Identity | None = None
     ) -> None:
         self._model, self._zero, self._optimizer, self._identity = model, engine.optimizer, optimizer, identity
 

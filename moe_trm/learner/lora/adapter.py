@@ -35,7 +35,7 @@ def factor_name(module: str, factor: str) -> str:
     return f"{module}.{factor}.weight"
 
 
-class Start:
+class AdapterStart:
     """Factors to start from, in float32 on the CPU, the same on every layout.
 
     A is uniform within 1 / sqrt(I), as peft has it, and B is zero. With an adapter's own factors, it is those.

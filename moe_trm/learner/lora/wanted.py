@@ -8,13 +8,13 @@ from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, LoraConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.lora.adapter import A, B, Start, factor_name
+from moe_trm.learner.lora.adapter import A, AdapterStart, B, factor_name
 from moe_trm.learner.lora.files import read_adapter
 from moe_trm.learner.lora.targets import adapted_modules, modules_of
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedAdapters:
     """The adapters of a whole model.
 
     Attributes:
@@ -25,7 +25,7 @@ class Wanted:
 
     modules: frozenset[str]
     lora: LoraConfig
-    start: Start
+    start: AdapterStart
 
     @property
     def factor_names(self) -> frozenset[str]:
@@ -35,7 +35,7 @@ class Wanted:
 
 def wanted_adapters(
     learner: LearnerConfig, seed: int, hf: Mapping[str, Any], checkpoint: HfCheckpoint
-) -> Wanted | None:
+) -> WantedAdapters | None:
     """The adapters of this run; None where the weights themselves train.
 
     Raises:
@@ -47,4 +47,4 @@ def wanted_adapters(
         return None
     modules = adapted_modules(modules_of(hf, checkpoint.names), lora, hf)
     given = None if lora.adapter is None else read_adapter(lora.adapter, lora, modules, checkpoint)
-    return Wanted(modules, lora, Start(lora.rank, seed, given))
+    return WantedAdapters(modules, lora, AdapterStart(lora.rank, seed, given))

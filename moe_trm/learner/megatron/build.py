@@ -21,14 +21,14 @@ from moe_trm.learner.megatron import cpu_shim, fp8, layout
 from moe_trm.learner.megatron.export import OwnedTensors
 from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
-from moe_trm.learner.megatron.lora import Adapters, add_adapters
+from moe_trm.learner.megatron.lora import MegatronAdapters, add_adapters
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
-from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
+from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer, freeze, wrap_model
 from moe_trm.learner.megatron.packed import check_packed
 from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.stages import virtual_stages
-from moe_trm.learner.megatron.state import TrainingState, base_parts
+from moe_trm.learner.megatron.state import MegatronState, base_parts
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
 from moe_trm.runtime.gloo import share_gloo_device
@@ -62,7 +62,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     load_weights(chunks, checkpoint, hf)
     freeze(chunks, config.learner)
     leave_untrained(chunks, hf)
-    adapters, identity = Adapters(), None
+    adapters, identity = MegatronAdapters(), None
     if wanted is not None:
         adapters = add_adapters(chunks, hf, wanted)
         identity = Identity(base_checksum(base_parts(chunks, hf), device), wanted.lora)
@@ -71,7 +71,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     is_distributed = config.learner.distributed_optimizer and not is_alone
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     wrapped = wrap_model(chunks, model_config, loss_scale, distributed_optimizer=is_distributed)
-    optimizer = GuardedOptimizer(
+    optimizer = MegatronGuardedOptimizer(
         chunks,
         wrapped,
         config.optimizer,
@@ -97,7 +97,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
             hf,
             ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
-        TrainingState(chunks, optimizer, hf, adapters.factors, identity),
+        MegatronState(chunks, optimizer, hf, adapters.factors, identity),
         Parts(fp8.alignment(config.learner), packed=packed),
         temperature=config.rollout.temperature,
         device=device,

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_trm.learner.megatron.rotation import Rotation
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within, for_all_heads
 from routing.layout import Layout
 
@@ -29,11 +27,9 @@ class PlainPack(PackedSeqParams):  # type: ignore[misc]
 
     Attributes:
         lengths: places of each sequence, alignment included.
-        rotation: of queries and keys, where the layers do not get angles to rotate them themselves; set by the model.
     """
 
     lengths: tuple[int, ...] = ()
-    rotation: Rotation | None = None
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -76,17 +72,19 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         return self.rows(query, key, value)
 
     def rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D."""
-        length, rows, heads, _ = query.shape
-        repeats = heads // key.shape[2]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
-        query_BNSD, key_BNSD, value_BNSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
-        context_BNSD = F.scaled_dot_product_attention(
-            query_BNSD, key_BNSD, value_BNSD, dropout_p=dropout, is_causal=True, scale=self.scale
-        )
-        return context_BNSD.permute(2, 0, 1, 3).reshape(length, rows, -1)
+        """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`.
+
+        Where ranks share rows, every rank gathers all keys and values, so memory does not shrink with more ranks: it is
+        there to run layouts with context parallelism without a GPU.
+        """
+        group = parallel_state.get_context_parallel_group()
+        before_CS = None
+        if group.size() > 1:
+            before_CS = _columns_before(query.shape[0] * group.size(), group)
+            key, value = (_Gathered.apply(x, group) for x in (key, value))  # type: ignore[no-untyped-call]
+        key, value = for_all_heads(query.shape[2], key, value)
+        seen = key.transpose(0, 1), value.transpose(0, 1)
+        return attend(query.transpose(0, 1), *seen, self.kind(), before_CS).transpose(0, 1).flatten(2)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, parameters: PackedSeqParams) -> Tensor:
         """`query` `[C, N, D]`, `key` and `value` `[C, G, D]` of this rank's part of a pack -> `[C, N * D]`.
@@ -94,12 +92,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         Each sequence by itself. Where ranks share sequences, every rank gathers all keys and values.
         """
         group = parallel_state.get_context_parallel_group()
-        if isinstance(parameters, PlainPack):
-            lengths = parameters.lengths
-            if parameters.rotation is not None:
-                query, key = parameters.rotation.apply(query), parameters.rotation.apply(key)
-        else:
-            lengths = parameters.cu_seqlens_q.diff().tolist()
+        is_plain = isinstance(parameters, PlainPack)
+        lengths = parameters.lengths if is_plain else parameters.cu_seqlens_q.diff().tolist()
         if group.size() == 1:
             return attend_within(query, key, value, lengths, self.kind()).flatten(1)
         own = [length // group.size() for length in lengths]
@@ -111,9 +105,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         kind, contexts = self.kind(), []
         cuts = (torch.split(query, own), torch.split(key, own, 1), torch.split(value, own, 1))
         for length, query_CND, key_RCND, value_RCND in zip(lengths, *cuts, strict=True):
-            positions = [Layout(1, length, group.size(), rank).positions() for rank in range(group.size())]
-            before_CS = positions[group.rank()][:, None] - torch.cat(positions)[None, :]
             key_SND, value_SND = key_RCND.flatten(0, 1), value_RCND.flatten(0, 1)
+            before_CS = _columns_before(length, group)
             contexts.append(attend(query_CND[None], key_SND[None], value_SND[None], kind, before_CS)[0])
         return torch.cat(contexts).flatten(1)
 
@@ -122,38 +115,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         return AttentionKind(self.scale, self.dropout if self.training else 0.0)
 
 
-class ContextAttention(CausalAttention):
-    """Causal attention of this rank's columns over everyone's.
-
-    Every rank gathers all keys and values, so memory does not shrink with more ranks: it is there to run layouts with
-    context parallelism without a GPU.
-    """
-
-    def rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
-        columns, rows, heads, dim = query.shape
-        key, value, positions_S, own_C = everyones(key, value, parallel_state.get_context_parallel_group())
-        key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
-        seen_CS = positions_S[None, :] <= own_C[:, None]
-        query_BNCD, key_BNSD, value_BNSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
-        context_BNCD = F.scaled_dot_product_attention(
-            query_BNCD, key_BNSD, value_BNSD, attn_mask=seen_CS, dropout_p=dropout, scale=self.scale
-        )
-        return context_BNCD.permute(2, 0, 1, 3).reshape(columns, rows, heads * dim)
-
-
-def everyones(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values `[S, B, G, D]` of all ranks that share the rows, and the positions of columns.
-
-    Positions are `[S]` of all columns and `[C]` of this rank's.
-    """
-    columns, rows = key.shape[:2]
-    layouts = [Layout(rows, columns * group.size(), group.size(), rank) for rank in range(group.size())]
-    if group.size() > 1:
-        key, value = (_Gathered.apply(x, group) for x in (key, value))  # type: ignore[no-untyped-call]
-    positions_S = torch.cat([layout.positions() for layout in layouts])
-    return key, value, positions_S, layouts[group.rank()].positions()
+def _columns_before(length: int, group: dist.ProcessGroup) -> Tensor:
+    """`[C, S]` int64: by how many of `length` columns each of all ranks' is before each of this rank's."""
+    positions = [Layout(1, length, group.size(), rank).positions() for rank in range(group.size())]
+    return positions[group.rank()][:, None] - torch.cat(positions)[None, :]
 
 
 class _Gathered(torch.autograd.Function):

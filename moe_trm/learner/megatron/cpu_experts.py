@@ -1,7 +1,7 @@
-"""Megatron's experts of a rank, computed together: two grouped products and one activation over all their places.
+"""Megatron's experts of a rank, whose activation and gate weights are computed together for all their places.
 
 Megatron-Core has a grouped product for CUDA only. Its experts in sequence make some thirty calls each, forward and
-backward, which is most of a small model's step. Parameters keep the names and the places that it gives them.
+backward. Parameters keep the names and the places that it gives them.
 
 Shape letters: P places (tokens, as often as experts of this rank were chosen for them), H hidden size, F columns of an
 expert.
@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from moe_trm.learner.grouped_products import grouped_products
-
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """Experts of `SequentialMLP`, whose products run in one operation for each of their two matrices.
+    """Experts of `SequentialMLP` with one matrix product each, and one activation of all.
 
     y = W_2 (act(W_gate x) * (W_up x + offset) * p) for every place x with gate weight p, as in Megatron's `MLP`. The
     forward of `SequentialMLP` runs where an expert's call has more to do: biases, an activation that is not gated,
@@ -42,9 +42,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             return output
         counts = tokens_per_expert.tolist()
         first, second = ([linear.weight for linear in linears] for linears in zip(*self._pairs, strict=True))
-        planes_P2F = grouped_products(permuted_local_hidden_states, counts, first, _sums(first))
-        inner_PF = self._activated(planes_P2F, permuted_probs)
-        return grouped_products(inner_PF, counts, second, _sums(second)), None
+        inner_PF = self._activated(_products(permuted_local_hidden_states, counts, first), permuted_probs)
+        return _products(inner_PF, counts, second), None
 
     def _activated(self, planes_P2F: Tensor, probs_P: Tensor) -> Tensor:
         """The same operations as in Megatron's `MLP`, in the same order, so that they round alike."""
@@ -64,13 +63,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         )
 
 
-def _sums(weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Megatron's sums of the gradients, where the products can add to them: of the same dtype.
-
-    Its data-parallel wrapper makes them. It would copy every gradient there by a hook.
-    """
-    found = list[Tensor | None]()
-    for weight in weights:
-        total: Tensor | None = getattr(weight, "main_grad", None)
-        found.append(total if total is not None and total.dtype == weight.dtype else None)
-    return found
+def _products(inputs_PI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+    """Each place times the matrix `[O, I]` of its expert, `[P, O]`. An expert without places gets zeros as gradient."""
+    return torch.cat(
+        [F.linear(own, weight) for own, weight in zip(inputs_PI.split_with_sizes([*counts]), weights, strict=True)]
+    )

@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from moe_trm.learner.megatron.cpu_attention import CausalAttention, ContextAttention
+from moe_trm.learner.megatron.cpu_attention import CausalAttention
 from moe_trm.learner.megatron.cpu_experts import GroupedExperts
-from moe_trm.learner.megatron.sink_attention import SinkAttention
+from moe_trm.learner.megatron.sink_attention import CausalSinkAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -54,9 +54,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     if num_experts:
         spec.submodules.mlp.submodules.experts.module = GroupedExperts
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
-    if config.softmax_type == "learnable":
-        attention.core_attention = SinkAttention
+    attention.core_attention = CausalSinkAttention if config.softmax_type == "learnable" else CausalAttention
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:

@@ -17,11 +17,11 @@ from torch import Tensor
 from moe_trm.learner.base import LearnerBase, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
-from moe_trm.learner.megatron.optimizer import GuardedOptimizer
+from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.schedule import Schedule
-from moe_trm.learner.megatron.state import TrainingState
+from moe_trm.learner.megatron.state import MegatronState
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring
 from moe_trm.learner.snapshots import Snapshots
@@ -55,10 +55,10 @@ class MegatronLearner(LearnerBase):
         self,
         chunks: Sequence[PolicyModel],
         wrapped: Sequence[DistributedDataParallel],
-        optimizer: GuardedOptimizer,
+        optimizer: MegatronGuardedOptimizer,
         replayer: MegatronReplayer | None,
         exporter: HfExporter,
-        training: TrainingState,
+        training: MegatronState,
         parts: Parts,
         *,
         temperature: float,

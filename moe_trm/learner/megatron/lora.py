@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_trm.errors import ConfigError
 from moe_trm.learner.lora.adapter import A, Adapter, B, Factors, factor_name, merge_in_passes
-from moe_trm.learner.lora.wanted import Wanted
+from moe_trm.learner.lora.wanted import WantedAdapters
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import global_parameters, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -60,7 +60,7 @@ class Factor:
         return tuple(first)
 
 
-class Adapters:
+class MegatronAdapters:
     """The adapters of one rank's model; none of a model without.
 
     Attributes:
@@ -87,7 +87,7 @@ class Adapters:
         merge_in_passes(self._adapters.values())
 
 
-def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: Wanted) -> Adapters:
+def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: WantedAdapters) -> MegatronAdapters:
     """Give matrices adapters, and freeze everything else.
 
     Call it when the weights are loaded, before `wrap_model`.
@@ -100,7 +100,7 @@ def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: W
     Raises:
         ConfigError: a matrix that Megatron-Core's layers hold in a form that has no adapters.
     """
-    found = Adapters()
+    found = MegatronAdapters()
     owners = {
         parameter: (module, name)
         for chunk in chunks
@@ -120,7 +120,7 @@ def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: W
 
 
 def _adapter(
-    name: str, parameter: Tensor, link: Link, hf: Mapping[str, Any], wanted: Wanted
+    name: str, parameter: Tensor, link: Link, hf: Mapping[str, Any], wanted: WantedAdapters
 ) -> tuple[Adapter, list[Factor]]:
     if link.row is not None or link.packing not in ("copy", "qkv", "gated"):
         raise ConfigError(

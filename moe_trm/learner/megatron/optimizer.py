@@ -75,7 +75,7 @@ def freeze(chunks: Sequence[PolicyModel], learner: LearnerConfig) -> None:
             parameter.requires_grad_(False)
 
 
-class GuardedOptimizer(Steps):
+class MegatronGuardedOptimizer(Steps):
     """AdamW with a schedule. It refuses non-finite gradients; a refused step does not advance the schedule.
 
     Args:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe_trm.learner.megatron.convert import Names
 from moe_trm.learner.megatron.cpu_attention import PlainPack
-from moe_trm.learner.megatron.rotation import Rotation
 from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
@@ -41,20 +40,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         hidden, angles_S11D, *others = found
         if not isinstance(packed_seq_params, PlainPack) or angles_S11D is None:
             return found
-        if not self._rotates_halves(angles_S11D.shape[-1]):
-            return hidden, angles_S11D[position_ids[0]].squeeze(1), *others
-        packed_seq_params.rotation = Rotation.by(angles_S11D.squeeze(1), position_ids[0], self.config.params_dtype)
-        return hidden, None, *others
-
-    def _rotates_halves(self, angles: int) -> bool:
-        """True where every layer rotates the whole of its heads, half by half, and scales nothing."""
-        config = self.config
-        return bool(
-            self.position_embedding_type == "rope"
-            and angles == config.kv_channels
-            and not config.rotary_interleaved
-            and not config.no_rope_freq
-        )
+        return hidden, angles_S11D[position_ids[0]].squeeze(1), *others
 
     # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.
     def _postprocess(self, hidden_states: Tensor, *_args: Any, labels: Scoring, **_kwargs: Any) -> Tensor:

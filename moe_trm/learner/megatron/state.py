@@ -28,7 +28,7 @@ from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.lora import Factor
 from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, tensor_group
-from moe_trm.learner.megatron.optimizer import GuardedOptimizer
+from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.policy import PolicyModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,7 +80,7 @@ class Master:
         self.optimizer.state[self.values] = moments
 
 
-class TrainingState:
+class MegatronState:
     """The state of one rank's model and optimizer.
 
     Args:
@@ -97,7 +97,7 @@ class TrainingState:
     def __init__(
         self,
         chunks: Sequence[PolicyModel],
-        optimizer: GuardedOptimizer,
+        optimizer: MegatronGuardedOptimizer,
         hf: Mapping[str, Any],
         factors: Sequence[Factor] = (),
         identity: Identity | None = None,

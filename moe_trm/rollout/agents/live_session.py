@@ -11,8 +11,8 @@ from typing import Any
 from moe_trm.errors import CheckpointError, RecordRejected
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.reader import AnswerReader
-from moe_trm.rollout.agents.request import Asked, ChatRequest, CompletionRequest, one_token_stops
-from moe_trm.rollout.agents.seam import Answer, cut_at_stop
+from moe_trm.rollout.agents.request import ChatRequest, CompletionRequest, RequestOptions, one_token_stops
+from moe_trm.rollout.agents.seam import TextAnswer, cut_at_stop
 from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.rollout.agents.tree import Context, Node, SessionTree
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
@@ -119,7 +119,7 @@ class LiveSession:
             self.fail(rejection)
             raise ApiError(500, "an answer cannot be read; the sample is given up") from rejection
 
-    async def _answer(self, context: Context, asked: Asked, tools: Tools | None) -> Node:
+    async def _answer(self, context: Context, asked: RequestOptions, tools: Tools | None) -> Node:
         params = self._params_for(context, asked)
         if len(self._tasks) >= MAX_IN_FLIGHT:
             raise ApiError(429, f"{MAX_IN_FLIGHT} requests of this session are in flight", code="too_many_requests")
@@ -146,7 +146,7 @@ class LiveSession:
         self.counts["overridden"] += bool(asked.overridden)
         return tree.add(context, turn, answer)
 
-    def _params_for(self, context: Context, asked: Asked) -> SamplingParams:
+    def _params_for(self, context: Context, asked: RequestOptions) -> SamplingParams:
         limits, used = self._policy.limits, len(context.token_ids)
         room = limits.tokens - used
         if room < 1:
@@ -165,13 +165,13 @@ class LiveSession:
             stop_texts=asked.stop,
         )
 
-    def _read(self, turn: SampledTurn, params: SamplingParams, tools: Tools | None) -> Answer:
+    def _read(self, turn: SampledTurn, params: SamplingParams, tools: Tools | None) -> TextAnswer:
         ids, decode = turn.tokens.tolist(), self._policy.tokens.decode_all
         ended = turn.finish_reason == "stop" and ids[-1] in params.stop_token_ids
         body, end = (decode(ids[:-1]), decode(ids[-1:])) if ended else (decode(ids), "")
         body, end, stop = cut_at_stop(body, end, params.stop_texts)
         if tools is None:
-            return Answer(None, body, end, stop)
+            return TextAnswer(None, body, end, stop)
         message = self._policy.reader(body, tools)
         if tools and end and "tool_calls" not in message:
             # Some parsers want the token that ends a call (gpt-oss).
@@ -181,4 +181,4 @@ class LiveSession:
             # Nine letters and digits: some templates take no other ids.
             call["id"] = f"call{self._calls:05d}"
             self._calls += 1
-        return Answer(message, body, end, stop)
+        return TextAnswer(message, body, end, stop)

@@ -62,7 +62,7 @@ COMPLETION = frozenset({"prompt"})
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestOptions:
     """Wishes of a request beside its text.
 
     Attributes:
@@ -87,7 +87,7 @@ class ChatRequest:
 
     messages: tuple[Message, ...]
     options: TemplateOptions
-    asked: Asked
+    asked: RequestOptions
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CompletionRequest:
     """A request to go on with a text."""
 
     prompt: str
-    asked: Asked
+    asked: RequestOptions
 
 
 def read_chat(body: object, params: SamplingParams, *, reads_calls: bool) -> ChatRequest:
@@ -158,7 +158,7 @@ def _kinds(neutral: object) -> tuple[type, ...]:
     return (int, float) if isinstance(neutral, int) and not isinstance(neutral, bool) else (type(neutral),)
 
 
-def _asked(fields: Mapping[str, Any], params: SamplingParams, *, logprobs: bool) -> Asked:
+def _asked(fields: Mapping[str, Any], params: SamplingParams, *, logprobs: bool) -> RequestOptions:
     limits = [_count(fields, name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
@@ -170,7 +170,7 @@ def _asked(fields: Mapping[str, Any], params: SamplingParams, *, logprobs: bool)
     stream_options = fields.get("stream_options", {})
     if not isinstance(stream_options, Mapping):
         raise ApiError(400, "stream_options is an object", param="stream_options")
-    return Asked(
+    return RequestOptions(
         max_tokens=min(limits, default=None),
         stop=tuple(stop),
         logprobs=logprobs,

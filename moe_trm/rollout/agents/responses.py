@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from moe_trm.rollout.agents.messages import Message
-from moe_trm.rollout.agents.request import MODEL, Asked
+from moe_trm.rollout.agents.request import MODEL, RequestOptions
 from moe_trm.rollout.agents.template import as_text
 from moe_trm.rollout.agents.tree import Node
 from moe_trm.tasks.tokens import Tokens
 
 
-def chat_completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict[str, Any]:
+def chat_completion(node: Node, name: str, asked: RequestOptions, tokens: Tokens) -> dict[str, Any]:
     """The answer of `/v1/chat/completions`.
 
     Args:
@@ -34,7 +34,7 @@ def chat_completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict
     return _head(node, name, "chat.completion") | {"choices": [choice], "usage": _usage(node)}
 
 
-def completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict[str, Any]:
+def completion(node: Node, name: str, asked: RequestOptions, tokens: Tokens) -> dict[str, Any]:
     """The answer of `/v1/completions`, as `chat_completion`."""
     choice: dict[str, Any] = {
         "index": 0,

@@ -16,7 +16,7 @@ Reader = Callable[[str], Message]
 
 
 @dataclass(frozen=True)
-class Answer:
+class TextAnswer:
     """One answer of the policy, as text.
 
     Attributes:
@@ -52,7 +52,7 @@ class Seam:
     rewritten: bool
 
 
-def find_seam(answer: Answer, tail: str, closing: str | None, read: Reader) -> Seam | None:
+def find_seam(answer: TextAnswer, tail: str, closing: str | None, read: Reader) -> Seam | None:
     """The seam of `answer` in `tail`, or None where the template writes another answer.
 
     Args:

@@ -18,7 +18,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.rollout.agents import responses
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.live_session import LiveSession
-from moe_trm.rollout.agents.request import Asked, read_chat, read_completion
+from moe_trm.rollout.agents.request import RequestOptions, read_chat, read_completion
 from moe_trm.rollout.agents.tree import Node
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ async def _body(request: web.Request) -> object:
     return body
 
 
-async def _reply(request: web.Request, whole: dict[str, object], asked: Asked) -> web.StreamResponse:
+async def _reply(request: web.Request, whole: dict[str, object], asked: RequestOptions) -> web.StreamResponse:
     headers = {OVERRIDDEN: ",".join(asked.overridden)} if asked.overridden else {}
     if not asked.stream:
         return _json(whole, headers=headers)

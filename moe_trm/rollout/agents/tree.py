@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_trm.rollout.agents.messages import Message, returned, same
-from moe_trm.rollout.agents.seam import Answer, Reader, find_seam
+from moe_trm.rollout.agents.seam import Reader, TextAnswer, find_seam
 from moe_trm.rollout.agents.template import Template, TemplateOptions
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.types import Prompt, SampledTurn
@@ -58,7 +58,7 @@ class Node:
 
     context: Context
     turn: SampledTurn
-    answer: Answer
+    answer: TextAnswer
     children: int = 0
 
     @property
@@ -147,7 +147,7 @@ class SessionTree:
             cut=length < longest,
         )
 
-    def add(self, context: Context, turn: SampledTurn, answer: Answer) -> Node:
+    def add(self, context: Context, turn: SampledTurn, answer: TextAnswer) -> Node:
         """The engine's answer to `context`."""
         node = Node(context, turn, answer)
         if context.parent is not None:
@@ -204,7 +204,7 @@ def _shown(node: Node) -> str:
     return node.context.text + (node.answer.body or node.answer.stop or node.answer.end)
 
 
-def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: Answer) -> bool:
+def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: TextAnswer) -> bool:
     place = len(said)
     return (
         len(messages) > place

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.published import stored_form
 from moe_trm.models.quantisation import BLOCKS, SCALE_INV, SCALES, quantisation_of
-from moe_trm.models.tiny.published import stored_form
 from tests.integration.learner_support.families import make_family
 
 BLOCK = 16

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.checkpoints import Checkpoints
+from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner

@@ -35,9 +35,14 @@ def recompute(
     `anchors`: log-probs of each micro-batch at the start; `current`: scores now.
     """
     width = max(batch.mask.shape[1] for batch in batches)
+    # A draw among equal covariances counts rows in the order of their ids, however they were planned.
+    order = torch.tensor([sample for batch in batches for sample in batch.sample_ids]).argsort(stable=True)
+
+    def joined(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([*values])[order]
 
     def stacked(values: Sequence[Tensor]) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values])
+        return joined([torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values])
 
     mask = stacked([batch.mask for batch in batches])
     rollout, anchor = stacked([batch.rollout_logprobs for batch in batches]).double(), stacked(anchors).double()
@@ -55,8 +60,8 @@ def recompute(
     inputs = replace(
         LossInputs.corrected(ratios, logprobs, advantages, correction),
         turn_ids=turns,
-        rewards=torch.cat([_given(batch.rewards) for batch in batches]).double(),
-        group_ids=torch.cat([_given(batch.group_ids) for batch in batches]),
+        rewards=joined([_given(batch.rewards) for batch in batches]).double(),
+        group_ids=joined([_given(batch.group_ids) for batch in batches]),
         entropy=stacked([_given(score.entropy) for score in current]).double()
         if current[0].entropy is not None
         else None,
@@ -76,7 +81,8 @@ def recompute(
         horizon=config.rollout.max_new_tokens,
     )
     (gradient,) = torch.autograd.grad(loss, logprobs) if loss.requires_grad else (torch.zeros_like(logprobs),)
-    parts = torch.split(gradient, [len(batch.mask) for batch in batches])
+    planned = torch.empty_like(gradient).index_copy(0, order, gradient)
+    parts = torch.split(planned, [len(batch.mask) for batch in batches])
     coefficients = [part[:, : batch.mask.shape[1]] for part, batch in zip(parts, batches, strict=True)]
     return Recomputed(coefficients, int((correction.keep & mask).sum()), int(mask.sum()))
 

@@ -13,8 +13,9 @@ from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.step.passes import anchor_source, behavior_source, update_source
 from moe_trm.types import MicroBatch, RolloutRecord, TrainRow
 from routing import RouteError, sample_origin
-from routing.replay import ReplayRecords, check_records
+from routing.replay import ReplayRecords
 from tests.unit.records import make_record
+from tests.unit.routing.cuts import check_records
 
 
 def twins() -> list[RolloutRecord]:
@@ -51,9 +52,10 @@ def test_an_exchange_of_routes_between_samples_of_the_same_tokens_is_found(one: 
 def test_every_replayed_pass_knows_what_its_routes_are_bound_to() -> None:
     batch = collate(MicroBatch(tuple(TrainRow(record) for record in twins())), keep_mask=True)
     assert batch.origins == tuple(record.origin for record in twins())
-    sources = [behavior_source("R3", batch), anchor_source("R3", batch), update_source("R3", batch, None)]
+    sources = [behavior_source("R3", batch, 1), anchor_source("R3", batch), update_source("R3", batch, None)]
     for source in sources:
-        assert source == ReplayRecords(batch.routes, batch.origins)
+        assert isinstance(source, ReplayRecords)
+        assert replace(source, at_sampling=()) == ReplayRecords(batch.routes, batch.origins)
     assert collate(MicroBatch(()), keep_mask=True).origins == (None,)
 
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.evidence import suite_figures
 from benchmarks.evidence.suites import ENGINE_K3, SAMPLED, SUITES, TAIL, UNROUNDED, Suite
 from moe_trm.experiment.arms import Arm
-from moe_trm.experiment.plan import Plan, make_plan
-from moe_trm.experiment.states import RunState
+from moe_trm.experiment.plan import ExperimentPlan, make_plan
+from moe_trm.experiment.progress import RunState
 from moe_trm.report.run import Row, Run
 
 FOLDER = suite_figures.FILE.parent
@@ -26,12 +26,12 @@ ABOUT = {
 
 
 @pytest.fixture(scope="module")
-def plans() -> Mapping[str, Plan]:
+def plans() -> Mapping[str, ExperimentPlan]:
     return {name: make_plan(FOLDER / f"{name}.yaml", check=lambda _config, _ranks: None) for name in SUITES}
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_suite_compares_what_it_says(plans: Mapping[str, Plan], name: str) -> None:
+def test_a_suite_compares_what_it_says(plans: Mapping[str, ExperimentPlan], name: str) -> None:
     plan, suite = plans[name], SUITES[name]
     assert plan.file.name == name
     assert len(plan.file.seeds) >= 3
@@ -49,14 +49,14 @@ def test_a_suite_compares_what_it_says(plans: Mapping[str, Plan], name: str) -> 
     assert [run.seed for run in plan.runs] == sorted(run.seed for run in plan.runs), "seed by seed"
 
 
-def test_rules_of_stale_arms_read_engines_and_lag_in_one(plans: Mapping[str, Plan]) -> None:
+def test_rules_of_stale_arms_read_engines_and_lag_in_one(plans: Mapping[str, ExperimentPlan]) -> None:
     plan = plans["staleness"]
     assert len(plan.file.seeds) >= 4
     rules = [rule for config in plan.configs.values() for rule in config.correction.rules]
     assert all(rule.thresholds["ratio"] == "merged" and rule.target_reject_rate is None for rule in rules)
 
 
-def test_doses_stand_beside_a_control_without_any(plans: Mapping[str, Plan]) -> None:
+def test_doses_stand_beside_a_control_without_any(plans: Mapping[str, ExperimentPlan]) -> None:
     configs = plans["dose"].configs
     assert configs["float32"].rollout.fake_quantization is None
     for config in configs.values():
@@ -64,7 +64,7 @@ def test_doses_stand_beside_a_control_without_any(plans: Mapping[str, Plan]) -> 
         assert config.pipeline.staleness_limit == 0
 
 
-def test_the_phase_map_compares_arms_that_differ_by_one_thing(plans: Mapping[str, Plan]) -> None:
+def test_the_phase_map_compares_arms_that_differ_by_one_thing(plans: Mapping[str, ExperimentPlan]) -> None:
     plan, suite = plans["phase_map"], SUITES["phase_map"]
     clips = {(config.loss.clip_low, config.loss.clip_high) for config in plan.configs.values()}
     assert len(clips) == 2, "with the clip, and out of reach"

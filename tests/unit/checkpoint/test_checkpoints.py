@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from moe_trm.checkpoint import folder as folder_module
-from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
 from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import Piece, PieceReader, whole
+from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
 from moe_trm.runtime.interruption import Interruption

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.doctor.trial import try_task
+from moe_trm.doctor.dry_run import try_task
 from moe_trm.errors import CheckpointError, ConfigError, MoeTrmError
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 

@@ -12,8 +12,8 @@ import yaml
 
 from moe_trm.config.schema import Config
 from moe_trm.experiment.commands import run_experiment
-from moe_trm.experiment.plan import Plan, PlannedRun
-from moe_trm.experiment.stages import Stage, result_of
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
+from moe_trm.experiment.stages import RunStage, result_of
 
 PROGRAM = """
 import json, os, pathlib, signal, sys
@@ -133,15 +133,15 @@ class Scripted:
         """Process ids of the parents of a run at each start."""
         return [int(line) for line in (self.out / run / "parents").read_text().splitlines()]
 
-    def _stages(self, plan: Plan, run: PlannedRun) -> Sequence[Stage]:
+    def _stages(self, plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
         python = [sys.executable, "-I", "-S"]
         program = str(self.folder / "program.py")
         attach = [f"rollout.url={run.server}"] if run.server else []
-        found = [Stage("training", [*python, program, str(self._script), *run.overrides, *attach])]
+        found = [RunStage("training", [*python, program, str(self._script), *run.overrides, *attach])]
         for by in plan.file.evaluations:
             result = result_of(plan, run.name, by)
             command = [*python, "-c", EVALUATION, str(self._script), run.name, by, str(result)]
-            found.append(Stage(f"evaluation by {by}", command, result))
+            found.append(RunStage(f"evaluation by {by}", command, result))
         return found
 
 

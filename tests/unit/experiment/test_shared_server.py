@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_trm.errors import ConfigError, MoeTrmError
-from moe_trm.experiment.plan import Plan, PlannedRun, make_plan
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun, make_plan
 from moe_trm.experiment.shared_server import SharedServer
 from moe_trm.experiment.stages import stages
 from tests.unit.experiment.scripted import Scripted, passes
@@ -25,7 +25,7 @@ class Lent:
         self.begun = self.ended = 0
 
     @contextmanager
-    def serve(self, plan: Plan) -> Iterator[SharedServer]:
+    def serve(self, plan: ExperimentPlan) -> Iterator[SharedServer]:
         self.begun += 1
         yield SharedServer(URL, KEY)
         self.ended += 1

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.published import make_published
 from moe_trm.cli import main as moe_trm
 from moe_trm.config.schema import LoraConfig
 from moe_trm.errors import CheckpointError
@@ -22,7 +23,6 @@ from moe_trm.learner.lora.files import WEIGHTS, read_adapter
 from moe_trm.learner.lora.targets import adapted_modules, modules_of
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
-from moe_trm.models.tiny.published import make_published
 from tests.published_models import published_config
 from tests.unit.export.test_saved_weights import megatron_parameters, save
 

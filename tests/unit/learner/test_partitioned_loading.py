@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.published import make_published
 from moe_trm.errors import CheckpointError
 from moe_trm.learner.deepspeed.partitioned import check_shapes, read_into
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.registry import MOE_FAMILIES
 from moe_trm.models.tiny.families import make_family
-from moe_trm.models.tiny.published import make_published
 from tests.published_models import published_config
 
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.published import make_published
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import write_companions, write_files, write_index
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import library_config, read_hf_config
-from moe_trm.models.tiny.published import make_published
 from moe_trm.rollout.sglang.start_folder import folder_to_serve
 from moe_trm.sync.rounding import Rounding
 from tests.published_models import published_config

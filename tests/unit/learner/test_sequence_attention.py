@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_trm.learner import batched_attention, sequence_attention
+from moe_trm.learner import sequence_attention
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within
 
 LENGTHS = (7, 1, 4, 12, 5)
@@ -45,57 +45,25 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> T
     return torch.einsum("nts,snd->tnd", logits.softmax(-1)[..., :T], value)
 
 
-GROUPINGS = {
-    "one call": (256, 10000),
-    "by octave": (256, 0),
-    "short ones by octave": (5, 0),
-    "one by one": (0, 0),
-}
-"""`TOGETHER` and `CALL`."""
-
-
-@pytest.fixture
-def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls as `GROUPINGS` has them."""
-    together, call = GROUPINGS[request.param]
-    monkeypatch.setattr(sequence_attention, "TOGETHER", together)
-    monkeypatch.setattr(sequence_attention, "CALL", call)
+@pytest.fixture(params=[256, 5, 0], ids=["by octave", "short ones by octave", "one by one"])
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """`TOGETHER`."""
+    monkeypatch.setattr(sequence_attention, "TOGETHER", request.param)
     sequence_attention._calls.cache_clear()
-    yield
+    yield request.param
     sequence_attention._calls.cache_clear()
 
 
-@pytest.fixture(params=[0, 128], ids=["by kernel", "in products"])
-def batched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of any length through torch's kernel, and through batched products where these know the kind."""
-    monkeypatch.setattr(sequence_attention, "BATCHED", request.param)
+def test_calls_have_rows_of_like_lengths(together: int) -> None:
+    expected = {
+        256: [(3, 7), (1, 1), (1, 12)],
+        5: [(1, 7), (1, 1), (2, 5), (1, 12)],
+        0: [(1, 7), (1, 1), (1, 4), (1, 12), (1, 5)],
+    }
+    assert sequence_attention._calls(LENGTHS)[0] == expected[together]
 
 
-@pytest.mark.parametrize(
-    ("grouped", "shapes"),
-    [
-        ("one call", [(5, 12)]),
-        ("by octave", [(3, 7), (1, 1), (1, 12)]),
-        ("short ones by octave", [(1, 7), (1, 1), (2, 5), (1, 12)]),
-        ("one by one", [(1, 7), (1, 1), (1, 4), (1, 12), (1, 5)]),
-    ],
-    indirect=["grouped"],
-)
-@pytest.mark.usefixtures("grouped")
-def test_calls_have_rows_of_like_lengths(shapes: list[tuple[int, int]]) -> None:
-    assert list(sequence_attention._calls(LENGTHS).shapes) == shapes
-
-
-def test_shorter_sequences_join_a_call_while_that_is_cheaper() -> None:
-    """Fillers of 30 rows of 8 in a call of 36 have 30 * (36**2 - 8**2) pairs of columns: more than a call."""
-    few, many = (36, *[8] * 20), (36, *[8] * 30)
-    assert 20 * (36**2 - 8**2) < sequence_attention.CALL < 30 * (36**2 - 8**2)
-    assert sequence_attention._calls(few).shapes == ((21, 36),)
-    assert sequence_attention._calls(many).shapes == ((27, 36), (4, 8))
-
-
-@pytest.mark.parametrize("grouped", GROUPINGS, indirect=True)
-@pytest.mark.usefixtures("grouped", "batched")
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("value_dim", [D, D + 2])
 @pytest.mark.parametrize("name", KINDS)
 def test_sequences_see_themselves_alone(name: str, value_dim: int) -> None:
@@ -124,39 +92,8 @@ def test_a_part_of_the_columns_asks_the_whole_sequence(name: str) -> None:
     torch.testing.assert_close(part, whole[:, own], atol=1e-6, rtol=1e-6)
 
 
-def test_batched_products_are_for_short_rows_of_plain_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def attend_blocks(query: Tensor, *_others: object) -> Tensor:
-        asked.append(len(query))
-        return query
-
-    monkeypatch.setattr(sequence_attention, "attend_blocks", attend_blocks)
-    short, long = LENGTHS, (sequence_attention.BATCHED + 1, 3)
-    for lengths, dtype, name in (
-        (short, torch.float32, "causal"),
-        (short, torch.bfloat16, "causal"),
-        (short, torch.float32, "sinks"),
-        (long, torch.float32, "causal"),
-    ):
-        query, key, value = (torch.zeros(sum(lengths), count, D, dtype=dtype) for count in (N, G, G))
-        attend_within(query, key, value, lengths, KINDS[name])
-    assert asked == [T]
-
-
 def test_scores_and_gradients_come_from_the_same_bits() -> None:
     """A pass without gradients and one with them are the two sides of a ratio that is 1."""
     with torch.no_grad():
         scored = attend_within(*tensors(), LENGTHS, KINDS["causal"])
     assert torch.equal(attend_within(*tensors(), LENGTHS, KINDS["causal"]), scored)
-
-
-def test_blocks_give_every_token_a_place_for_each_key_head() -> None:
-    calls = sequence_attention._calls((36, *[8] * 30))
-    blocks = batched_attention.blocks_of(calls.shapes, calls.tokens, calls.places, calls.fillers, G)
-    tokens = torch.arange(len(calls.places) * G)
-    assert torch.equal(blocks.tokens[blocks.places], tokens)
-    assert sorted((*blocks.places.tolist(), *blocks.fillers.tolist())) == list(range(len(blocks.tokens)))
-    # In the order [B, G, C]: the columns of a row are neighbours, once for each head.
-    assert blocks.tokens[:36].tolist() == [*range(0, 72, 2)]
-    assert blocks.tokens[36:72].tolist() == [*range(1, 72, 2)]

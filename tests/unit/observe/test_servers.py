@@ -13,9 +13,9 @@ from rich.console import Console
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.server_log import ServerLog
+from moe_trm.report.lost_servers import FILE
 from moe_trm.report.page import render
 from moe_trm.report.run import Run
-from moe_trm.report.servers import FILE
 from moe_trm.types import ServerState
 
 WELL = (ServerState("http://one"), ServerState("http://two"))

@@ -10,7 +10,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.observe.transcripts import Transcripts, open_transcripts
 from moe_trm.ratios import LogRatios
-from moe_trm.report.transcript import transcript
+from moe_trm.report.token_rows import transcript
 from tests.unit.observe.made_transcripts import Letters, judged, made_transcripts, rows, sampled_places
 from tests.unit.report.page_reader import PageReader
 

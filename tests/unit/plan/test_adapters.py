@@ -12,8 +12,8 @@ from moe_trm.errors import ConfigError
 from moe_trm.learner.lora.targets import adapted_modules
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
-from moe_trm.plan.adapters import with_adapters
 from moe_trm.plan.kept import layer_kept
+from moe_trm.plan.lora import with_adapters
 from moe_trm.plan.memory import Load, deepspeed_memory, rank_factors, stage_memory
 from moe_trm.plan.parameters import NO_ADAPTERS, Model, model_of
 from tests.unit.plan.published import hf_config

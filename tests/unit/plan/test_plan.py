@@ -17,9 +17,9 @@ from moe_trm.config.schema import ParallelConfig
 from moe_trm.errors import BundleError, CheckpointError, ConfigError
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.plan.build import Assumptions, Plan, build, lines
+from moe_trm.plan.candidates import PINNED_MEGATRON, Judged
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
-from moe_trm.plan.layouts import PINNED_MEGATRON, Judged
 from moe_trm.plan.lengths import log_normal, recorded
 from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds, training_operations
 from moe_trm.plan.text import as_data, page

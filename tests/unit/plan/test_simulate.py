@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.plan.lengths import log_normal
-from moe_trm.plan.simulate import Fleet, Schedule, simulate
+from moe_trm.plan.simulate import SimulatedSchedule, SimulatedServers, simulate
 
-SYNC, ONE_STEP, ASYNC = Schedule(0), Schedule(1), Schedule(2)
+SYNC, ONE_STEP, ASYNC = SimulatedSchedule(0), SimulatedSchedule(1), SimulatedSchedule(2)
 
 
-def workers(number: int, servers: int = 1, **options: float) -> Fleet:
+def workers(number: int, servers: int = 1, **options: float) -> SimulatedServers:
     """Requests that never slow each other down: one token per second each."""
-    return Fleet(servers, number, lambda _n: 1.0, **options)
+    return SimulatedServers(servers, number, lambda _n: 1.0, **options)
 
 
 def test_sync_samples_trains_and_pushes_in_turn() -> None:
@@ -45,14 +45,14 @@ def test_a_waiting_push_drains_and_an_interrupting_one_does_not() -> None:
     batches = [[10], [30], [10], [10]]
     wait = simulate(batches, 4, workers(2, push_s=1), ASYNC)
     assert [*wait.ends_s] == [14, 34, 38, 42 + 4]
-    interrupt = simulate(batches, 4, workers(2, push_s=1), Schedule(2, interrupts=True))
+    interrupt = simulate(batches, 4, workers(2, push_s=1), SimulatedSchedule(2, interrupts=True))
     assert [*interrupt.ends_s] == [14, 35, 39, 43]
 
 
 def test_interrupted_samples_compute_their_prefix_again() -> None:
     """At 12 the second answer has 12 tokens, which take 12 / 6 seconds, after a push of one second."""
     fleet = workers(2, push_s=1.0, prefill_tokens_s=6)
-    found = simulate([[10], [20]], 2, fleet, Schedule(1, interrupts=True))
+    found = simulate([[10], [20]], 2, fleet, SimulatedSchedule(1, interrupts=True))
     assert [*found.ends_s] == [12, 20 + 1 + 2 + 2]
 
 
@@ -60,14 +60,14 @@ def test_a_learner_that_broadcasts_waits_for_the_push() -> None:
     """Batch 1 is there at 10. The push begins at 14, when the servers are empty, and takes a second."""
     batches = [[10], [10]]
     assert [*simulate(batches, 4, workers(2, push_s=1), ONE_STEP).ends_s] == [14, 18]
-    assert [*simulate(batches, 4, workers(2, push_s=1), Schedule(1, learner_sends=True)).ends_s] == [14, 19]
+    assert [*simulate(batches, 4, workers(2, push_s=1), SimulatedSchedule(1, learner_sends=True)).ends_s] == [14, 19]
 
 
 def test_requests_share_a_server() -> None:
     """Two requests at half the speed each; when the short one has ended, the other has the server alone."""
-    shared = Fleet(1, 2, lambda n: 1 / n)
+    shared = SimulatedServers(1, 2, lambda n: 1 / n)
     assert [*simulate([[3, 5]], 1, shared, SYNC).ends_s] == [6 + 2 + 1]
-    assert [*simulate([[3, 5]], 1, Fleet(2, 2, lambda n: 1 / n), SYNC).ends_s] == [5 + 1]
+    assert [*simulate([[3, 5]], 1, SimulatedServers(2, 2, lambda n: 1 / n), SYNC).ends_s] == [5 + 1]
 
 
 def test_requests_in_flight_are_bounded() -> None:
@@ -93,7 +93,7 @@ def test_async_is_never_slower_than_sync(batches: list[list[int]], train_s: int,
     fleet = workers(64, push_s=1)
     sync = simulate(batches, train_s, fleet, SYNC)
     for interrupts in (False, True):
-        found = simulate(batches, train_s, fleet, Schedule(staleness, interrupts))
+        found = simulate(batches, train_s, fleet, SimulatedSchedule(staleness, interrupts))
         assert found.ends_s[-1] <= sync.ends_s[-1] + 1e-6
 
 
@@ -117,7 +117,7 @@ def test_async_steps_keep_the_bound_of_roll_flash(staleness: int, train_s: float
     batches = log_normal(100, 1.0, 2000, 0).batches(24, size)
     fleet = workers(slots)
     sync = simulate(batches, train_s, fleet, SYNC).step_s
-    found = simulate(batches, train_s, fleet, Schedule(staleness, interrupts=True)).step_s
+    found = simulate(batches, train_s, fleet, SimulatedSchedule(staleness, interrupts=True)).step_s
     work, longest = size / slots * fmean(map(fmean, batches)), max(map(max, batches))
     if staleness:
         first = (work + longest + train_s) / len(batches)
@@ -135,8 +135,8 @@ def test_partial_rollout_halves_a_long_tail() -> None:
     batches = [[1000] + [50] * 63 for _ in range(24)]
     fleet = workers(256)
     wait = simulate(batches, 10, fleet, ONE_STEP).step_s
-    half = simulate(batches, 10, fleet, Schedule(1, interrupts=True)).step_s
-    third = simulate(batches, 10, fleet, Schedule(2, interrupts=True)).step_s
+    half = simulate(batches, 10, fleet, SimulatedSchedule(1, interrupts=True)).step_s
+    third = simulate(batches, 10, fleet, SimulatedSchedule(2, interrupts=True)).step_s
     assert wait == pytest.approx(1000, rel=0.05)
     assert half == pytest.approx(wait / 2, rel=0.1)
     assert third == pytest.approx(wait / 3, rel=0.15)
@@ -192,20 +192,20 @@ def test_a_batch_of_older_weights_takes_a_pass_more_for_each_version() -> None:
 
 def test_an_answer_that_spans_versions_has_a_pass_for_each() -> None:
     """The push at 14 interrupts the answer of 30: versions 0 and 1 sampled it, and version 1 is the learner's."""
-    found = simulate([[10], [30]], 4, workers(2), Schedule(1, interrupts=True), 3)
+    found = simulate([[10], [30]], 4, workers(2), SimulatedSchedule(1, interrupts=True), 3)
     assert found.versions == ((0,), (0, 1))
     assert [*found.ends_s] == [14, 30 + 4 + 3]
 
 
 def test_parts_of_a_step_have_the_versions_of_their_own_samples() -> None:
     """The second batch streams in two parts of one answer. Only its long answer outlives the push at 9."""
-    found = simulate([[5, 5], [6, 20]], 4, workers(4), Schedule(1, interrupts=True, parts=2), 2)
+    found = simulate([[5, 5], [6, 20]], 4, workers(4), SimulatedSchedule(1, interrupts=True, parts=2), 2)
     assert found.versions == ((0,), (0, 1))
     assert [*found.ends_s] == [9, 20 + 2 + 1]
 
 
 def test_each_older_version_has_a_pass_of_its_own() -> None:
     """Steps end at 3 and 6, and each push interrupts the answer of 20, whose weights are then versions 0, 1 and 2."""
-    found = simulate([[1], [2], [20]], 2, workers(4), Schedule(2, interrupts=True), 1)
+    found = simulate([[1], [2], [20]], 2, workers(4), SimulatedSchedule(2, interrupts=True), 1)
     assert found.versions == ((0,), (0,), (0, 1, 2))
     assert [*found.ends_s] == [3, 6, 20 + 2 + 2]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_trm.config.schema import Config
 from moe_trm.plan.modes import Mode
 from moe_trm.plan.provision import BUSY, LARGEST, provision
-from moe_trm.plan.simulate import Fleet, Schedule, Timeline, simulate
+from moe_trm.plan.simulate import SimulatedSchedule, SimulatedServers, Timeline, simulate
 from tests.unit.rollout.simulated_fleet import SimulatedFleet, train
 from tests.unit.virtual_time import run
 
@@ -32,30 +32,30 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def workers(number: int, servers: int = 1, **options: float) -> Fleet:
+def workers(number: int, servers: int = 1, **options: float) -> SimulatedServers:
     """Requests that never slow each other down: one token per second each."""
-    return Fleet(servers, number, lambda _n: 1.0, **options)
+    return SimulatedServers(servers, number, lambda _n: 1.0, **options)
 
 
 def test_weights_go_out_every_second_step_and_age_counts_steps() -> None:
     """In turn: 5 to sample, 10 to train, 1 to push after every second step. Versions 0 0 2 2."""
-    found = simulate([[5, 3]] * 4, 10, workers(2, push_s=1), Schedule(1, push_every=2, in_turn=True))
+    found = simulate([[5, 3]] * 4, 10, workers(2, push_s=1), SimulatedSchedule(1, push_every=2, in_turn=True))
     assert [*found.ends_s] == [15, 30, 46, 61]
     assert found.versions == ((0,), (0,), (2,), (2,))
 
 
 def test_a_period_is_sampled_together_and_trained_as_it_is_there() -> None:
     """Two batches of 6 at a time from one server of one slot: 12 + 4 for the second, which trains when it is there."""
-    found = simulate([[6]] * 4, 4, workers(1, push_s=1), Schedule(1, push_every=2))
+    found = simulate([[6]] * 4, 4, workers(1, push_s=1), SimulatedSchedule(1, push_every=2))
     assert [*found.ends_s] == [10, 16, 27, 33]
     assert found.versions == ((0,), (0,), (2,), (2,))
 
 
 def test_half_a_batch_trains_while_the_other_half_is_sampled() -> None:
     """2 + 5 for the first half; the second is there at 9, and ends at 14, not at 9 + 10."""
-    found = simulate([[2, 9]], 10, workers(2), Schedule(0, in_turn=True, parts=2))
+    found = simulate([[2, 9]], 10, workers(2), SimulatedSchedule(0, in_turn=True, parts=2))
     assert [*found.ends_s] == [14]
-    assert [*simulate([[2, 9]], 10, workers(2), Schedule(0, in_turn=True)).ends_s] == [19]
+    assert [*simulate([[2, 9]], 10, workers(2), SimulatedSchedule(0, in_turn=True)).ends_s] == [19]
 
 
 def test_servers_that_load_in_turn_leave_others_at_work() -> None:
@@ -64,8 +64,8 @@ def test_servers_that_load_in_turn_leave_others_at_work() -> None:
     In turn, the first loads from 20 to 25, and the second goes on with version 0 until 30. At once, both have version 1
     at 25.
     """
-    at_once = simulate([[10, 10]] * 3, 4, workers(1, servers=2, push_s=5), Schedule(2))
-    rolling = simulate([[10, 10]] * 3, 4, workers(1, servers=2, push_s=5), Schedule(2, rolling=True))
+    at_once = simulate([[10, 10]] * 3, 4, workers(1, servers=2, push_s=5), SimulatedSchedule(2))
+    rolling = simulate([[10, 10]] * 3, 4, workers(1, servers=2, push_s=5), SimulatedSchedule(2, rolling=True))
     assert at_once.versions == ((0,), (0,), (1,))
     assert rolling.versions == ((0,), (0,), (0, 1))
     assert [*at_once.ends_s] == [14, 24, 25 + 10 + 4]
@@ -126,7 +126,7 @@ def test_the_rule_of_provision_by_hand() -> None:
 
         def simulated(servers: int) -> Timeline:
             asked.append(servers)
-            return simulate([[3, 3]] * 6, 4, workers(servers), Schedule(slack))
+            return simulate([[3, 3]] * 6, 4, workers(servers), SimulatedSchedule(slack))
 
         return provision(1200, 100, 4.0, push_s, slack, simulated).servers, asked
 
@@ -143,7 +143,9 @@ def test_with_answers_of_one_length_the_rule_is_what_the_simulation_finds(answer
     """Ten slots of one token per second each; answers of 10 tokens; training takes 20 s, or what two batches take."""
 
     def simulated(servers: int) -> Timeline:
-        return simulate([[10] * answers * 10] * 12, 20.0, workers(10, servers=servers), Schedule(2, interrupts=True))
+        return simulate(
+            [[10] * answers * 10] * 12, 20.0, workers(10, servers=servers), SimulatedSchedule(2, interrupts=True)
+        )
 
     found = provision(answers * 100, 10, 20.0, 0.0, 2, simulated)
     assert found.servers == max(1, answers // 2)

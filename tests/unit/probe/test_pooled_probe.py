@@ -10,16 +10,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.probe.pooled import ProbeTokens, load, pooled
+from moe_trm.probe.pooled import PooledTokens, load, pooled
 
 
-def make(num_groups: int = 60, per_group: int = 40, seed: int = 0) -> ProbeTokens:
+def make(num_groups: int = 60, per_group: int = 40, seed: int = 0) -> PooledTokens:
     rng = np.random.default_rng(seed)
     group = np.repeat(np.arange(num_groups), per_group)
     flipped = rng.random(len(group)) < 0.2
     numerics = rng.normal(0, 0.01, len(group))
     routing = np.where(flipped, rng.normal(0, 0.1, len(group)), 0.0)
-    return ProbeTokens(group, numerics + routing, numerics, np.where(flipped, 2, 0))
+    return PooledTokens(group, numerics + routing, numerics, np.where(flipped, 2, 0))
 
 
 def k3(x: np.ndarray) -> float:
@@ -49,7 +49,7 @@ def test_values_are_pooled_means() -> None:
 def test_intervals_are_over_prompts_not_tokens() -> None:
     """Duplicating every token of a prompt adds no information and must not narrow the interval."""
     tokens = make(num_groups=20)
-    doubled = ProbeTokens(
+    doubled = PooledTokens(
         *(np.concatenate([getattr(tokens, name)] * 2) for name in ("group", "native", "replayed", "flipped_layers"))
     )
     twice, once = (pooled(one, resamples=200)["all/native_k3"] for one in (doubled, tokens))
@@ -62,16 +62,16 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     hits = 0
     for seed in range(60):
         x = np.random.default_rng(seed).normal(0, 0.05, 1600)
-        tokens = ProbeTokens(np.repeat(np.arange(80), 20), x, x, np.zeros(1600, int))
+        tokens = PooledTokens(np.repeat(np.arange(80), 20), x, x, np.zeros(1600, int))
         interval = pooled(tokens, resamples=400, confidence=0.9, seed=seed)["all/native_k3"]
         hits += interval.low <= truth <= interval.high
     assert 45 <= hits <= 60
 
 
 def test_no_flips_no_flipped_figures_and_no_mismatch_is_not_an_error() -> None:
-    tokens = ProbeTokens(np.arange(4), np.zeros(4), np.zeros(4), np.zeros(4, int))
+    tokens = PooledTokens(np.arange(4), np.zeros(4), np.zeros(4), np.zeros(4, int))
     with pytest.raises(MoeTrmError, match="cannot be pooled"):
-        pooled(ProbeTokens(np.arange(1), np.array([np.nan]), np.zeros(1), np.zeros(1, int)))
+        pooled(PooledTokens(np.arange(1), np.array([np.nan]), np.zeros(1), np.zeros(1, int)))
     got = pooled(tokens, resamples=50)
     assert got["all/native_k3"].value == 0
     assert got.keys() == {"all/native_k3", "all/replayed_k3", "token_flip_rate"}

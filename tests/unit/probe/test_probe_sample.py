@@ -23,7 +23,7 @@ from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Scores
 from moe_trm.probe import sample
 from moe_trm.probe.run import Probe
-from moe_trm.probe.sample import Choice, ProbeRows, draw, products, standard_errors, wanted_rows
+from moe_trm.probe.sample import ProbeChoice, ProbeRows, draw, products, standard_errors, wanted_rows
 from moe_trm.ratios import k3
 from moe_trm.step.passes import Anchored
 from moe_trm.sync.rounding import Rounding
@@ -280,7 +280,7 @@ def minis(*tokens: int, samples: int = 40) -> list[MiniBatch]:
 def test_the_last_minibatches_are_the_sample_where_they_hold_little_more(
     tokens: int, of: list[MiniBatch], expected: int
 ) -> None:
-    assert Choice(settings(probe={"tokens": tokens}), "R3").num_minibatches(of) == expected
+    assert ProbeChoice(settings(probe={"tokens": tokens}), "R3").num_minibatches(of) == expected
 
 
 @pytest.mark.parametrize(
@@ -296,10 +296,10 @@ def test_the_last_minibatches_are_the_sample_where_they_hold_little_more(
     ],
 )
 def test_rows_are_drawn_where_minibatches_are_no_sample_with_anchors(mode: ReplayMode, sections: Any) -> None:
-    chosen = Choice(settings(probe={"tokens": 500}, **sections), mode)
+    chosen = ProbeChoice(settings(probe={"tokens": 500}, **sections), mode)
     assert chosen.num_minibatches(minis(600, 600)) == 0
     assert chosen.num_minibatches(minis(100, 100)) == 2
-    assert Choice(settings(probe={"tokens": 0}, **sections), mode).num_minibatches(minis(600, 600)) == 2
+    assert ProbeChoice(settings(probe={"tokens": 0}, **sections), mode).num_minibatches(minis(600, 600)) == 2
 
 
 def test_a_probe_of_a_minibatch_takes_its_anchors(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moe_trm.probe.rounding_shares import ROUNDED, rounding_shares, roundings
 from moe_trm.probe.sample import ProbeRows
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing.replay import Native, RouteSource
+from routing.replay import ReplayRecords, RouteSource
 from tests.unit.doubles import StandInLearner
 
 CAST, INT8 = Rounding("bfloat16"), Rounding("float32", "int8")
@@ -49,7 +49,8 @@ class FakeLearner(StandInLearner):
 def one_batch() -> Any:
     mask = torch.tensor([[True, True, False]])
     rollout_logprobs = torch.tensor([[-1.0, -1.3, 9.0]])
-    return SimpleNamespace(mask=mask, rollout_routes=Native(), rollout_logprobs=rollout_logprobs)
+    routes = ReplayRecords((None,))
+    return SimpleNamespace(mask=mask, routes=(None,), rollout_routes=routes, rollout_logprobs=rollout_logprobs)
 
 
 OWN = Scores(torch.tensor([[-1.0, -1.4, 5.0]]))

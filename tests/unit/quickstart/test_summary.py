@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_trm.quickstart.figure import draw
+from moe_trm.quickstart.plot import draw
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 from moe_trm.quickstart.trials import Outcome, Trial, trials
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from routing import FlipBoundError, ReplayProofError, RouteRecord
-from routing.alignment import Agreement, Finding, _judge, _routes, examine, refuse
+from routing.alignment import Agreement, SuspectFinding, _judge, _routes, examine, refuse
 from routing.flip_bound import Suspect
 from routing.layout import Layout
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport
@@ -40,7 +40,7 @@ def exchanged(experts: np.ndarray, rng: np.random.Generator, share: float = 0.7)
     return np.where(rng.random((*experts.shape[:2], 1)) < share, other, experts)
 
 
-def looked(change: Change, *, layer: int = 2, cp: int = 1, recorded: bool = False, seed: int = 0) -> Finding:
+def looked(change: Change, *, layer: int = 2, cp: int = 1, recorded: bool = False, seed: int = 0) -> SuspectFinding:
     """The finding on sample 7, row 1 of two, whose routes are the live ones after `change`."""
     rng = np.random.default_rng(seed)
     live = np.stack([natural(rng), natural(rng)])
@@ -61,7 +61,7 @@ def looked(change: Change, *, layer: int = 2, cp: int = 1, recorded: bool = Fals
         if cp == 1:
             return examine(doubt, [[3, 7]], [source], [own], DEPTH, None, CPU)[0]
         sums = Agreement.nothing(1, DEPTH)
-        sums.add(0, *_routes(source, own, 1, 2))
+        sums.add(0, *_routes(source, own, 1, 2), worst=layer)
         flat = sums.flat() if flat is None else flat + sums.flat()
     assert flat is not None
     return _judge(Agreement.of(flat, 1, DEPTH), suspect, 0)
@@ -109,15 +109,15 @@ def test_one_wrong_sample_stops_all_and_moved_ones_are_counted() -> None:
     suspects = [Suspect(sample, 2, 0.9, 0.6, 0.01, T) for sample in range(7)]
     report = ReplayReport(100, 100, 60, {2: 0.6}, 3)
     doubt = FlipBoundError("sets differ", suspects, report)
-    fine = [Finding(suspect, True, "in place") for suspect in suspects]
+    fine = [SuspectFinding(suspect, True, "in place") for suspect in suspects]
     counted = refuse(doubt, fine)
     assert counted == ReplayReport(100, 100, 60, {2: 0.6}, 3, moved=7)
     assert (counted + report).moved == 7
-    bad = [*fine[:2], Finding(suspects[2], False, "These are the routes of layer 5"), *fine[3:]]
+    bad = [*fine[:2], SuspectFinding(suspects[2], False, "These are the routes of layer 5"), *fine[3:]]
     with pytest.raises(ReplayProofError, match=r"of 1 samples.*\n  sample 2, layer 2: 90.0%.*routes of layer 5"):
         refuse(doubt, bad)
     with pytest.raises(ReplayProofError, match=r"of 7 samples(.|\n)*sample 0(.|\n)*sample 6"):
-        refuse(doubt, [Finding(suspect, False, "unrelated") for suspect in suspects])
+        refuse(doubt, [SuspectFinding(suspect, False, "unrelated") for suspect in suspects])
 
 
 def test_other_samples_and_native_passes_are_left_alone() -> None:

@@ -30,7 +30,7 @@ class Step:
 
     def counts(self) -> SampleFlips:
         due = np.array([[len(one)] * LAYERS for one in self.samples])
-        return SampleFlips(
+        return SampleFlips.of(
             np.arange(len(due)),
             due,
             np.array([(one > 0).sum(0) for one in self.samples]),
@@ -148,7 +148,7 @@ def test_one_layer_of_many_is_bound_and_the_bound_itself_passes(layer: int, flip
     """100 tokens, one sample: 30% of one layer's sets flip, and 2.5% of all."""
     counts = np.zeros((1, LAYERS), np.int64)
     counts[0, layer] = flipped
-    flips = SampleFlips(np.zeros(1, np.int64), np.full((1, LAYERS), 100), counts, counts)
+    flips = SampleFlips.of(np.zeros(1, np.int64), np.full((1, LAYERS), 100), counts, counts)
     if not stops:
         assert judge(counters_of(flips), 0.3, flips, 8, 128).local_flips == flipped
         return
@@ -161,7 +161,7 @@ def test_counts_of_a_pass_are_by_sample_in_both_orders() -> None:
     for last, order in ((False, flipped), (True, flipped.t())):
         one = PassFlips([5, 9], torch.tensor([4, 3]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         marks = order.reshape(-1).int()
-        one.count([1], torch.stack((marks, 2 * marks))[None])
+        one.count(1, torch.stack((marks, 2 * marks)))
         again = PassFlips([9], torch.tensor([2]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         padding = PassFlips([-1], torch.tensor([0]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         summed = total([one, again, padding], 3)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from routing import RouteError, RouteRecord, sample_origin, token_digest
-from routing.cut import local_targets
 from routing.layout import Layout
-from routing.proof import differs, due_tokens, expected_routes, same_set
-from routing.replay import batch_digest, check_records, row_lengths
+from routing.proof import due_tokens, same_set, shared
+from routing.replay import batch_digest, row_lengths
+from tests.unit.routing.cuts import check_records, expected_routes, local_targets
 
 E, K, LAYERS = 8, 2, (0, 2, 3)
 LENGTHS = (7, 4, 0)
@@ -114,7 +114,7 @@ def test_ids_above_255_are_cut_as_they_are(experts: int) -> None:
 
 def test_sets_that_differ_by_256_are_not_the_same() -> None:
     left, right = torch.tensor([[300, 5], [300, 5], [5, 300]]), torch.tensor([[44, 5], [300, 5], [300, 5]])
-    assert differs(left, right).tolist() == [True, False, False]
+    assert shared(left, right).tolist() == [1, 2, 2]
     chosen = torch.zeros(2, 384, dtype=torch.bool)
     chosen[0, [300, 5]] = True
     chosen[1, :258] = chosen[1, 300] = True  # 256 more than its two
@@ -133,7 +133,7 @@ def test_targets_equal_the_independent_cut_on_every_rank(cp: int, sp: int) -> No
         seen += int(due.sum())
         for layer in LAYERS:
             assert targets[layer][due].equal(expected[layer][due])
-            assert not differs(targets[layer][due], expected[layer][due]).any()
+            assert (shared(targets[layer][due], expected[layer][due]) == K).all()
             assert (targets[layer].sort(1).values.diff(dim=1) > 0).all(), "padding must hold distinct ids"
             assert 0 <= int(targets[layer].min()) <= int(targets[layer].max()) < E
     assert seen == sum(LENGTHS)

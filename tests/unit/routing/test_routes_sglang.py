@@ -13,7 +13,7 @@ import torch
 from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
 from routing.replay import ReplayRecords, ReplayReport
 from routing.replay_pass import Counters, ReplayPass, judge
-from routing.sample_flips import total
+from routing.sample_flips import PassFlips, total
 from routing.sglang import decode_payload
 
 T, D, K, E = 6, 4, 2, 8
@@ -215,19 +215,21 @@ def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (used == expected).all(1)
 
 
-def judged(counters: torch.Tensor) -> ReplayReport:
-    return judge(counters, 0.3, total([], len(counters)), K, E)
+def judged(found: tuple[torch.Tensor, PassFlips]) -> ReplayReport:
+    counters, flips = found
+    return judge(counters, 0.3, total([flips], len(counters)), K, E)
 
 
-def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
+def replayed(live: np.ndarray, records: np.ndarray) -> tuple[torch.Tensor, PassFlips]:
     """Counters of a forward whose routers chose `live` and were given `records`, both `[N, L, K]`."""
+    cpu, layers = torch.device("cpu"), range(len(LAYERS))
+    flips = PassFlips([0], torch.tensor([len(live)]), layers, len(LAYERS), sample_last=False, device=cpu)
     counters = Counters(len(LAYERS), torch.device("cpu"))
     opened = ReplayPass(ReplayRecords(()), range(len(LAYERS)), len(live), counters)
     chosen = {layer: torch.from_numpy(records[:, layer].astype(np.int64)) for layer in opened.layer_ids}
     opened.targets = opened.expected = chosen
-    opened.expect(torch.ones(len(live), dtype=torch.bool), None, torch.device("cpu"))
+    opened.expect(torch.ones(len(live), dtype=torch.bool), None, cpu, flips)
     for layer in opened.layer_ids:
         used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
         opened.prove(layer, partial(same_rows, used), recompute=False)
-    opened.settle()
-    return counters.take(torch.zeros(len(counters), 0, dtype=torch.int64))
+    return counters.take(torch.zeros(len(counters), 0, dtype=torch.int64)), flips

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_trm.batch.collate import collate
-from moe_trm.step.passes import anchor_source, update_source
+from moe_trm.step.passes import anchor_source, judging, update_source
 from moe_trm.types import MicroBatch, TrainRow
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
 from tests.unit.records import make_record
@@ -25,3 +27,12 @@ def test_the_table_of_replay_modes() -> None:
 def test_r2_without_a_recording_is_a_bug_of_ours_and_stops() -> None:
     with pytest.raises(AssertionError, match="R2"):
         update_source("R2", BATCH, None)
+
+
+def test_a_row_is_judged_at_the_weights_that_sampled_it() -> None:
+    """Rows of version 3, of 2, and of both; the last is padding."""
+    batch = replace(BATCH, sampled_by=((3, 3), (2, 2), (2, 3), (-1, -1)))
+    assert judging(batch, 3, others=True) == (True, False, None, False)
+    assert judging(batch, 2, others=True) == (False, True, False, False)
+    assert judging(batch, 3, others=False)[:3] == (True, None, None)
+    assert BATCH.sampled_by == ((0, 0),)

@@ -20,7 +20,7 @@ from moe_trm.tasks.build import build_task
 from moe_trm.tasks.examples import read_examples
 from moe_trm.tasks.gsm8k import read_gsm8k
 from moe_trm.tasks.math_reward import math_verify
-from moe_trm.tasks.problems import Problem, draw
+from moe_trm.tasks.problems import ArithmeticProblem, draw
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.rewards import exact, read_reward, reward_input, score
@@ -78,15 +78,15 @@ def record(tokens: Sequence[int], num_prompt: int, finish_reason: str = "stop") 
 @pytest.mark.parametrize(
     ("problem", "solution"),
     [
-        (Problem(672, "+", 39), "2+9=11,7+3+1=11,6+0+1=7#711"),
-        (Problem(999, "+", 1), "9+1=10,9+0+1=10,9+0+1=10#1000"),
-        (Problem(52, "-", 7), "2-7=5b,5-0-1=4#45"),
-        (Problem(7, "-", 52), "~2-7=5b,5-0-1=4#-45"),
-        (Problem(5, "-", 5), "5-5=0#0"),
-        (Problem(0, "+", 0), "0+0=0#0"),
+        (ArithmeticProblem(672, "+", 39), "2+9=11,7+3+1=11,6+0+1=7#711"),
+        (ArithmeticProblem(999, "+", 1), "9+1=10,9+0+1=10,9+0+1=10#1000"),
+        (ArithmeticProblem(52, "-", 7), "2-7=5b,5-0-1=4#45"),
+        (ArithmeticProblem(7, "-", 52), "~2-7=5b,5-0-1=4#-45"),
+        (ArithmeticProblem(5, "-", 5), "5-5=0#0"),
+        (ArithmeticProblem(0, "+", 0), "0+0=0#0"),
     ],
 )
-def test_working(problem: Problem, solution: str) -> None:
+def test_working(problem: ArithmeticProblem, solution: str) -> None:
     assert problem.solution() == solution
     assert problem.solution(with_working=False) == "#" + solution.partition("#")[2]
 
@@ -119,13 +119,9 @@ def test_prompt_ids_are_the_tokenizers(arithmetic: Task) -> None:
 
 def test_ids_become_the_text_that_transformers_writes(arithmetic: Task) -> None:
     tokens = arithmetic.tokens
-    assert tokens._backend is not None
     for ids in ([], [BOS, 4, 98, EOS], [EOS, 17, EOS, 20], [*range(4, 100)]):
         expected = tokens._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert tokens.decode(ids) == tokens.decode(tuple(ids)) == expected
-    tokens_of_another = Tokens(tokens.folder)
-    tokens_of_another._backend = None
-    assert tokens_of_another.decode([BOS, 4, 98, EOS]) == tokens.decode([BOS, 4, 98, EOS])
 
 
 def test_character_ids() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_trm.translate import Draft, slime, verl
-from moe_trm.translate.setting import Setting
+from moe_trm.translate.foreign_setting import ForeignSetting
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -13,7 +13,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 def of_verl(settings: dict[str, Any]) -> Draft:
     """The translation of resolved verl settings, by dotted key."""
     known = {"actor_rollout_ref.model.path": "models/moe", **settings}
-    return verl.translate({key: Setting(key, value, "test", str(value)) for key, value in known.items()})
+    return verl.translate({key: ForeignSetting(key, value, "test", str(value)) for key, value in known.items()})
 
 
 def of_slime(line: str, framework: str = "slime") -> Draft:
@@ -24,5 +24,5 @@ def of_slime(line: str, framework: str = "slime") -> Draft:
             read[word[2:]] = []
         else:
             read[list(read)[-1]].append(word)
-    settings = {key: Setting(key, tuple(words), "test", " ".join(words)) for key, words in read.items()}
+    settings = {key: ForeignSetting(key, tuple(words), "test", " ".join(words)) for key, words in read.items()}
     return slime.translate(settings, framework)

@@ -8,17 +8,17 @@ import pytest
 
 from moe_trm.errors import ConfigError
 from moe_trm.translate import from_miles, from_slime, from_verl
-from moe_trm.translate.setting import Setting
+from moe_trm.translate.foreign_setting import ForeignSetting
 from moe_trm.translate.sources import flag_settings, hydra_settings
 
 
-def hydra(tmp_path: Path, script: str, *words: str) -> dict[str, Setting]:
+def hydra(tmp_path: Path, script: str, *words: str) -> dict[str, ForeignSetting]:
     file = tmp_path / "run.sh"
     file.write_text(script)
     return hydra_settings(file, words)
 
 
-def flags(tmp_path: Path, script: str, *words: str) -> dict[str, Setting]:
+def flags(tmp_path: Path, script: str, *words: str) -> dict[str, ForeignSetting]:
     file = tmp_path / "run.sh"
     file.write_text(script)
     return flag_settings(file, words)

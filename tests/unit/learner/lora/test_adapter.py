@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_trm.learner.lora.adapter import Adapter, Factors, Start, factor_name, merge_in_passes, merged
+from moe_trm.learner.lora.adapter import Adapter, AdapterStart, Factors, factor_name, merge_in_passes, merged
 
 MODULE = "model.layers.0.self_attn.q_proj"
 SCALE = 2.0
@@ -69,22 +69,22 @@ def test_gradients_are_those_of_low_rank_adapters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_new_adapter_changes_no_bit(dtype: torch.dtype) -> None:
     base = torch.randn(8, 16).to(dtype)
-    a, b = Start(4, seed=3).factors(MODULE, 8, 16)
+    a, b = AdapterStart(4, seed=3).factors(MODULE, 8, 16)
     found = Adapter([Factors(a.to(dtype), b.to(dtype))], SCALE, lambda each: each[0])(base)
     assert torch.equal(found.view(torch.uint8), base.view(torch.uint8))
 
 
 def test_factors_start_alike_on_every_layout_and_differ_between_matrices_and_seeds() -> None:
-    start = Start(4, seed=3)
+    start = AdapterStart(4, seed=3)
     a, b = start.factors(MODULE, 8, 16)
-    assert torch.equal(a, Start(4, seed=3).factors(MODULE, 8, 16)[0])
+    assert torch.equal(a, AdapterStart(4, seed=3).factors(MODULE, 8, 16)[0])
     assert not torch.equal(a, start.factors(MODULE.replace("q_", "k_"), 8, 16)[0])
-    assert not torch.equal(a, Start(4, seed=4).factors(MODULE, 8, 16)[0])
+    assert not torch.equal(a, AdapterStart(4, seed=4).factors(MODULE, 8, 16)[0])
     assert (a.shape, b.shape) == ((4, 16), (8, 4))
     assert not b.any()
     assert 0.5 / math.sqrt(16) < float(a.abs().max()) <= 1 / math.sqrt(16)
     given = {factor_name(MODULE, name): torch.ones(2, 2, dtype=torch.bfloat16) for name in ("lora_A", "lora_B")}
-    assert [each.dtype for each in Start(2, 0, given).factors(MODULE, 2, 2)] == [torch.float32] * 2
+    assert [each.dtype for each in AdapterStart(2, 0, given).factors(MODULE, 2, 2)] == [torch.float32] * 2
 
 
 class Layer(nn.Module):

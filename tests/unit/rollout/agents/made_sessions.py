@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_trm.config.schema.agent import AgentRows
 from moe_trm.rollout.agents.rows import SessionRows, session_rows
-from moe_trm.rollout.agents.seam import Answer
+from moe_trm.rollout.agents.seam import TextAnswer
 from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.rollout.agents.tree import Context, SessionTree
 from moe_trm.types import RolloutRecord
@@ -35,7 +35,7 @@ def tree_of(
         context = Context(before, None, "", tuple(range(100 * number, 100 * number + ADDED)), cut=number in cut)
         said = [100 * number + 10 + place for place in range(size_of(number))]
         turn = turn_of(context.token_ids, said, start=context.known_rows, version=number if stale else 0)
-        tree.add(context, replace(turn, recomputed=1) if number in bad else turn, Answer(None, "", ""))
+        tree.add(context, replace(turn, recomputed=1) if number in bad else turn, TextAnswer(None, "", ""))
     return tree
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_trm.rollout.agents.messages import plain
 from moe_trm.rollout.agents.reader import AnswerReader
-from moe_trm.rollout.agents.seam import Answer
+from moe_trm.rollout.agents.seam import TextAnswer
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from moe_trm.rollout.agents.tree import Context, SessionTree
 from tests.unit.rollout.agents import parsers
@@ -144,7 +144,7 @@ class Talk:
         message = self.reader(body, self.tools)
         # GLM ends a call with the role that answers it.
         end = self.tokens.stop_token_ids[-1 if message.get("tool_calls") else 0]
-        answer = Answer(message, body, self.tokens.decode_all([end]) if ends else "")
+        answer = TextAnswer(message, body, self.tokens.decode_all([end]) if ends else "")
         turn = turn_of(
             context.token_ids, [*sampled, *([end] * ends)], start=context.known_rows, version=len(self.contexts)
         )

@@ -21,7 +21,7 @@ from moe_trm.rollout.agents.reader import build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.tasks.build import build_task
-from moe_trm.tasks.problems import Problem
+from moe_trm.tasks.problems import ArithmeticProblem
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord, SamplingParams
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
@@ -38,7 +38,7 @@ def knowing(tokens: Tokens) -> SpeakingEngine:
     def speak(context: Sequence[int]) -> list[int]:
         question, _, said = tokens.decode(context).partition("=")
         a, op, b = re.split(r"([+-])", question)
-        problem = Problem(int(a), op, int(b))
+        problem = ArithmeticProblem(int(a), op, int(b))
         return [*tokens.encode_plain(f"{problem.working()}#{problem.answer}"[len(said) :]), *tokens.stop_token_ids]
 
     return SpeakingEngine(speak, tokens.decode_all)

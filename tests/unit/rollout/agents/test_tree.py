@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_trm.rollout.agents.messages import BadMessageError, plain, returned, same
 from moe_trm.rollout.agents.reader import AnswerReader
-from moe_trm.rollout.agents.seam import Answer
+from moe_trm.rollout.agents.seam import TextAnswer
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from moe_trm.rollout.agents.tree import Node, SessionTree, conversation_of
 from tests.unit.rollout.agents.speaking_engine import logprob, route_row, turn_of
@@ -179,11 +179,11 @@ def test_a_completion_goes_on_behind_the_sampled_ids() -> None:
     tree = SessionTree(ChatTemplate(tokens))
     context = tree.completion("Question: 1\nAnswer:")
     sampled = [*tokens.encode_plain(" t"), *tokens.encode_plain("wo"), tokens.stop_token_ids[0]]
-    node = tree.add(context, turn_of(context.token_ids, sampled), Answer(None, " two", "<eos>"))
+    node = tree.add(context, turn_of(context.token_ids, sampled), TextAnswer(None, " two", "<eos>"))
     further = tree.completion("Question: 1\nAnswer: two<eos>\nQuestion: 2")
     assert further.parent is node
     assert tokens.decode_all(further.added) == "\nQuestion: 2"
-    tree.add(further, turn_of(further.token_ids, sampled), Answer(None, " two", "<eos>"))
+    tree.add(further, turn_of(further.token_ids, sampled), TextAnswer(None, " two", "<eos>"))
     assert tree.counts == {"continued": 1, "rewritten": 0, "cut": 0}
     assert tree.completion("Question: 2").parent is None
     # A chat never continues a completion.
@@ -239,7 +239,7 @@ def test_a_prompt_that_is_asked_again_does_not_continue_an_empty_completion() ->
     tokens = tokens_of("deepseek")
     tree = SessionTree(ChatTemplate(tokens))
     context = tree.completion("Answer:")
-    node = tree.add(context, turn_of(context.token_ids, tokens.stop_token_ids[:1]), Answer(None, "", "<eos>"))
+    node = tree.add(context, turn_of(context.token_ids, tokens.stop_token_ids[:1]), TextAnswer(None, "", "<eos>"))
     again = tree.completion("Answer:")
     assert (again.parent, again.token_ids) == (None, context.token_ids)
     assert tree.completion("Answer: 12").parent is None

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Setting:
+class ForeignSetting:
     """One setting of the input.
 
     Attributes:
@@ -28,7 +28,7 @@ class Setting:
 class UnreadError(Exception):
     """A rule asked for a setting whose value cannot be read."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ForeignSetting) -> None:
         self.setting = setting
         super().__init__(setting.key)
 
@@ -41,14 +41,14 @@ class NeedsDecisionError(Exception):
         super().__init__(reason)
 
 
-def merged(settings: list[Setting]) -> dict[str, Setting]:
+def merged(settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
     """Settings by key. Two different values of one key from different places are a value that cannot be read."""
-    found: dict[str, Setting] = {}
+    found: dict[str, ForeignSetting] = {}
     for setting in settings:
         before = found.get(setting.key)
         if before is None or (before.value == setting.value and not before.unread):
             found[setting.key] = setting
         elif before.value != setting.value or before.unread != setting.unread:
             reason = f"set twice, to {before.shown} ({before.place}) and to {setting.shown} ({setting.place})"
-            found[setting.key] = Setting(setting.key, None, setting.place, setting.shown, reason)
+            found[setting.key] = ForeignSetting(setting.key, None, setting.place, setting.shown, reason)
     return found

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_trm.plan.sharing import Cores
+from benchmarks.sharing import Cores
 
 busy = st.floats(0.01, 1.0)
 

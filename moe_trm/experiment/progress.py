@@ -14,7 +14,7 @@ import msgspec
 
 from moe_trm.errors import RunError
 from moe_trm.experiment.fixed import Fixed
-from moe_trm.experiment.plan import Plan, PlannedRun
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
 
 SETTINGS, STATES = "experiment.json", "states.jsonl"
 
@@ -66,7 +66,7 @@ class States:
         RunError: the files are damaged.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ExperimentPlan) -> None:
         self._path = plan.folder / STATES
         self._states = {run.name: RunState(run=run.name, arm=run.arm, seed=run.seed) for run in plan.runs}
         settings = plan.folder / SETTINGS
@@ -86,7 +86,7 @@ class States:
     def of(self, run: PlannedRun) -> RunState:
         return self._states[run.name]
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: ExperimentPlan) -> None:
         """Make the folder and write both files."""
         plan.folder.mkdir(parents=True, exist_ok=True)
         _replace(plan.folder / SETTINGS, self.fixed.document())
