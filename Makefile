@@ -22,7 +22,7 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 # Every process would compile all that it imports again, because the packages are installed without bytecode.
 export PYTHONDONTWRITEBYTECODE :=
-SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py packages/sglang_cpu/*/*/*.py)
+SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
 
 .PHONY: help install .venv quickstart quickstart-controls test test-unit test-fast test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:

@@ -160,29 +160,8 @@ def test_one_wrong_expert_under_the_right_version_is_refused(
     assert caught.value.got == f"1 differ: {EXPERT_FUSED}"
 
 
-def test_checksums_of_one_walk_are_those_of_sglang(rollout_server: Server) -> None:
-    """A request that leaves tensors out is SGLang's own, also where it leaves out none."""
-
-    async def run() -> list[Any]:
-        async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:
-            bodies = ({"action": "checksum"}, {"action": "checksum", "skip_tensor_list": ["no tensor"]})
-            return [await api.post("/weights_checker", body) for body in bodies]
-
-    fast, native = asyncio.run(run())
-    assert fast == native
-    (rank,) = fast["ranks"]
-    assert EXPERT_FUSED in rank["checksums"]
-
-
 def test_start_accepts_the_right_server(served_config: Config, rollout_server: Server) -> None:
     with_engine(served_config, rollout_server, lambda engine: engine.start())
-
-
-def test_its_processes_are_forks_that_import_the_code_of_one_model(rollout_server: Server) -> None:
-    """SGLang's log has a warning of each process that imports it, and of each model that cannot be imported."""
-    log = rollout_server.log_path.read_text(errors="replace")
-    assert log.count("UserWarning: Only CUDA, HIP and XPU support AWQ") == 1
-    assert "sglang.srt.models." not in log
 
 
 @pytest.mark.parametrize(

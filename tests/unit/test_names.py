@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for folder in ("moe_trm", "routing", "launch", "packages") for path in (ROOT / folder).rglob("*.py")]
-MOST_SHARED_CLASSES = 9
+MOST_SHARED_CLASSES = 10
 MOST_PAIRS_OF_FILES = 6
 
 
