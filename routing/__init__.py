@@ -10,7 +10,7 @@ from routing.packed_layout import PackedLayout
 from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
 from routing.rows import Rows
 
-API_VERSION = 1
+API_VERSION = 2
 """Of the public interface that docs/library.md lists. It rises when something that callers rely on changes."""
 __all__ = [
     "API_VERSION",

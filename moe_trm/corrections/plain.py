@@ -30,7 +30,7 @@ Rules = str | Sequence[RuleSpec]
 
 
 @dataclass(frozen=True)
-class CorrectedTokens:
+class Corrected:
     """Decision of the rules.
 
     Attributes:
@@ -87,7 +87,7 @@ def correct(
     turn_ids: Tensor | None = None,
     whole_minibatch: bool = False,
     batch_normalize: Literal["off", "token", "sequence"] = "off",
-) -> CorrectedTokens:
+) -> Corrected:
     """Weights and keep mask of a micro-batch under `rules`, as a run by configuration has them.
 
     `loss = (weights * policy_term)[keep].sum() / (mask.sum() of the whole batch)` is one way to use them.
@@ -138,7 +138,7 @@ def correct(
         found = normalized(found, weight_sums(weighing, evidence.mask, batch_normalize))
         metrics |= summable.moments("correction/weight", found.weights, evidence.mask)
     found = replace(found, metrics=metrics)
-    return CorrectedTokens(found.weights, found.keep, summable.finalize(found.metrics))
+    return Corrected(found.weights, found.keep, summable.finalize(found.metrics))
 
 
 class _WithoutAdvantages(Evidence):

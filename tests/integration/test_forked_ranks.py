@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.integration.jobs import still_running
-from tests.integration.ranks import ROOT, fork_ranks
+from tests.integration.ranks import fork_ranks
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
@@ -86,33 +80,3 @@ print(json.dumps(sorted(mine)))
 def test_a_rank_has_nothing_heavy_left_to_import(tmp_path: Path) -> None:
     (tmp_path / "imports.py").write_text(IMPORTS)
     assert json.loads(fork_ranks([str(tmp_path / "imports.py")], 1).stdout) == []
-
-
-LEAVING = """
-import sys, time
-from pathlib import Path
-from tests.integration.ranks import ForkedRanks
-if __name__ == "__main__":
-    with ForkedRanks(sys.argv[1:], 2, {}, [(1, 2), (1, 2)]) as ranks:
-        while ranks.poll() is None:
-            time.sleep(0.01)
-"""
-WAITING = """
-import os, pathlib, sys, time
-(pathlib.Path(sys.argv[1]) / os.environ["RANK"]).write_text(str(os.getpid()))
-time.sleep(600)
-"""
-
-
-def test_ranks_end_with_the_process_that_has_them(tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text(WAITING)
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    command = [sys.executable, str(tmp_path / "leaving.py"), str(tmp_path / "rank.py"), str(tmp_path)]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as running:
-        paths = [tmp_path / str(rank) for rank in range(2)]
-        while not all(path.exists() and path.read_text() for path in paths):
-            assert running.poll() is None
-            time.sleep(0.01)
-        ranks = [psutil.Process(int(path.read_text())) for path in paths]
-        running.kill()
-    assert not still_running(ranks, 60)

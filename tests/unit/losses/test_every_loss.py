@@ -109,7 +109,7 @@ def test_configuration_errors() -> None:
         losses.get("ppo_clip").bind(dual_clip=0.5)
     with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
         losses.get("ppo_clipp")
-    with pytest.raises(ConfigError, match="expected: true or false"):
+    with pytest.raises(ConfigError, match="expected: a valid boolean"):
         losses.get("cispo").bind(cap_is_absolute="false")
-    with pytest.raises(ConfigError, match="expected: a number"):
+    with pytest.raises(ConfigError, match="expected: a valid number"):
         losses.get("cispo").bind(clip_high=True)

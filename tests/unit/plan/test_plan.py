@@ -324,7 +324,7 @@ def test_more_requests_decode_more_tokens_each_more_slowly() -> None:
         (("learner.minibatches=4",), 4.75),
         (("learner.minibatches=4", "learner.recompute=none"), 3.75),
         (("pipeline.mode=async",), 6),
-        (("pipeline.mode=async", "pipeline.behavior=merged"), 5),
+        (("pipeline.mode=async", "pipeline.behavior=merged", "correction.rules=[]"), 5),
         (("learner.epochs=2", "learner.recompute=none"), 7),
     ],
 )
