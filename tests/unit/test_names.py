@@ -7,7 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = [path for folder in ("moe_trm", "routing", "launch", "packages") for path in (ROOT / folder).rglob("*.py")]
+FILES = [
+    path
+    for folder in ("moe_trm", "routing", "launch", "packages")
+    for path in (ROOT / folder).rglob("*.py")
+    if "build" not in path.relative_to(ROOT).parts  # an installation leaves copies there
+]
 MOST_SHARED_CLASSES = 10
 MOST_PAIRS_OF_FILES = 6
 
