@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -117,6 +119,13 @@ def test_figures_pair_seeds_and_count_failures() -> None:
     picture = suite_figures.draw(arms, SUITE)
     assert picture.count("<circle") == 7
     assert "TIS (4)" in picture
+
+
+@pytest.mark.parametrize("best", [0.35, 0.5, 0.75, 0.99])
+def test_labels_of_the_axis_do_not_meet(best: float) -> None:
+    picture = suite_figures.draw([arm("none", {0: 0.05}), arm("TIS", {0: best})], SUITE)
+    places = [float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*anchor="middle"[^>]*>0\.\d\d<', picture)]
+    assert min(right - left for left, right in itertools.pairwise(places)) >= 40
 
 
 def test_answers_after_the_run_are_figures_of_their_own() -> None:
