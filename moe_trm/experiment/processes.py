@@ -77,7 +77,7 @@ class RunProcess:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """No other process works on the experiment in `folder`, inside the `with`. Raises `RunError`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +20,13 @@ from zmq.sugar.context import Context
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.rollout.access import Access
 from moe_trm.rollout.batch_table import batch_of
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.rank_share import rank_share
 from moe_trm.rollout.service import ControllerReply, Request, Start
 from moe_trm.runtime import wire
+from moe_trm.runtime.private import Scratch
 from moe_trm.runtime.shared_blocks import PlaceReader
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
@@ -33,20 +35,18 @@ _POLL_MS = 500
 
 
 class ControllerProcess:
-    """The controller, started by the first rank. `endpoint`, `public_key` and `key` go to the other ranks.
+    """The controller, started by the first rank. The other ranks get `access`.
 
     For ranks of one machine the socket is a file in a private folder (mode 0700), so that only this user reaches it.
     For ranks on several machines it listens on `address`, encrypted (CurveZMQ) under a key pair made for this run.
     """
 
-    def __init__(
-        self, config: Config, key: str, api_key: str | None, log_path: Path, *, address: str | None = None
-    ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="moe-trm-")
-        self.endpoint, self.public_key, secret_key = f"ipc://{self._folder.name}/controller", "", ""
+    def __init__(self, config: Config, api_key: str | None, log_path: Path, *, address: str | None = None) -> None:
+        self._folder, self._key = Scratch(), secrets.token_hex(16)
+        self._endpoint, self._public_key, secret_key = f"ipc://{self._folder.path}/controller", "", ""
         if address is not None:
             public, secret = curve_keypair()
-            self.endpoint, self.public_key, secret_key = _free_endpoint(address), public.decode(), secret.decode()
+            self._endpoint, self._public_key, secret_key = _free_endpoint(address), public.decode(), secret.decode()
         self._log_path = log_path
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -61,9 +61,16 @@ class ControllerProcess:
                 start_new_session=True,
             )
         assert self._process.stdin is not None
-        start = Start(self.endpoint, key, config.model_dump(mode="json"), api_key, secret_key)
+        start = Start(self._endpoint, self._key, config.model_dump(mode="json"), api_key, secret_key)
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.close()
+
+    def access(self, attempt: str, pushes: Scratch | None) -> Access:
+        """What a rank needs in this attempt: to reach it, and the folder of the weight pushes."""
+        folder = "" if pushes is None else str(pushes.path.absolute())
+        return Access(
+            attempt=attempt, endpoint=self._endpoint, key=self._key, public_key=self._public_key, pushes=folder
+        )
 
     def check(self) -> None:
         """Raise `ControllerError` with the end of its log when the process is gone."""
@@ -83,7 +90,7 @@ class ControllerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def _free_endpoint(address: str) -> str:

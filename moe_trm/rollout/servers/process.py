@@ -117,7 +117,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         )
     backend, settings = backend_of(config.rollout.engine), config.rollout.server
     backend.check(config)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         held_port(settings.host, settings.port) as port,
         backend.launch(config, port, api_key, log_path.parent) as launch,
