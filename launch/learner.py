@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host
@@ -47,10 +48,10 @@ REFUSAL_S = 5.0
 """Time in which a rank that refuses is ended by torchrun where the first one refused as well."""
 
 
-def learn(config_path: str, overrides: Sequence[str], *, restarted: bool) -> int:
+def learn(config_path: str, overrides: Sequence[str], *, store: str | None = None, restarted: bool) -> int:
     """This rank from its checks to its end; its exit status, after it told what is wrong.
 
-    `restarted`: it replaces one that died.
+    `store`: the file in which the ranks meet, in place of torchrun's store; `restarted`: it replaces one that died.
     """
     interruption = Interruption()
     interruption.install()
@@ -62,7 +63,7 @@ def learn(config_path: str, overrides: Sequence[str], *, restarted: bool) -> int
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
         if first and not restarted:
             try_task(config)
-        run(config, interruption, choices, restarted=restarted)
+        run(config, interruption, choices, file=store, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         status = error.exit_status if isinstance(error, MoeTrmError) else REFUSED
         if not (status == REFUSED and told_by_another(interruption)):
@@ -84,20 +85,24 @@ def told_by_another(interruption: Interruption) -> bool:
     return bool(interruption.requested)
 
 
-def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = (), *, restarted: bool = False) -> None:
+def run(
+    config: Config,
+    interruption: Interruption,
+    choices: Sequence[Choice] = (),
+    *,
+    file: str | None = None,
+    restarted: bool = False,
+) -> None:
     """One rank's life: rendezvous, learner, controller, loop.
 
-    `choices`: what `auto` became, to be told; `restarted`: this rank replaces one that died.
+    `choices`: what `auto` became, to be told; `file`, `restarted`: see `learn`.
     """
     silence_known_notices()
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
 
-    host, restarts = Host.here(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    store, rank, world_size = next(iter(rendezvous("env://")))
-    if host.alone:
-        # torchrun gives restarted ranks the store of those that died, with their addresses still in it.
-        store = PrefixStore(f"attempt-{restarts}", store)
+    host = Host.here()
     share_gloo_device()
+    store, rank, world_size = meet(host, file)
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
@@ -135,6 +140,18 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
     if config.train.export and not checkpoints.interrupted:
         learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
     dist.destroy_process_group()
+
+
+def meet(host: Host, file: str | None) -> tuple[Store, int, int]:
+    """The store of the ranks, this rank and their number, as torchrun says: in `file`, or in torchrun's own store."""
+    if file is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return FileStore(file, world_size), rank, world_size
+    store, rank, world_size = next(iter(rendezvous("env://")))
+    if host.alone:
+        # torchrun gives restarted ranks the store of those that died, with their addresses still in it.
+        store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank, world_size
 
 
 def start_controller(config: Config, run_dir: Path, host: Host) -> ControllerProcess:
