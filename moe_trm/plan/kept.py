@@ -48,7 +48,7 @@ class Kept:
 
     @property
     def whole(self) -> float:
-        """Of the layer, without rotary angles."""
+        """Kept bytes of the layer, without rotary angles."""
         return self.outside + self.inside
 
 
@@ -98,7 +98,7 @@ def keeps_scores(learner: LearnerConfig) -> bool:
 
 
 _PLANES = 5
-"""Of a gated product: gate and up in one tensor (2), the activated gate, up again after its offset, their product."""
+"""Tensors of a gated product: gate and up in one (2), the activated gate, up again after its offset, their product."""
 
 
 def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1, *, frozen: bool = False) -> float:

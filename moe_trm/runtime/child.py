@@ -113,8 +113,8 @@ class Child:
         ready: the value of its `Ready`.
         limit_s: longest that a call may take.
         running: the call whose code is executed now and the second at which that began (`functions.current_call`);
-            None where nobody knows.
-        take: makes of a value what its caller gets; also of one that nobody waits for any more.
+            None where it is unknown.
+        take: makes of a value what its caller gets; also of one that is no longer awaited.
 
     Attributes:
         health: `well`, `busy` (it answers late, as on a loaded machine) or `hung`.
@@ -130,7 +130,7 @@ class Child:
         take: Callable[[Any], Any] | None = None,
     ) -> None:
         self._process, self.ready, self._limit_s, self._take = process, ready, limit_s, take
-        self._running = running or _nobody
+        self._running = running or _none_running
         self.health: Health = "well"
         self.ended = asyncio.Event()
         self._open: dict[int, _Open] = {}
@@ -192,7 +192,7 @@ class Child:
 
     @property
     def process_id(self) -> int:
-        """Of the operating system."""
+        """The process id that the operating system gave it."""
         return self._process.pid
 
     @property
@@ -268,7 +268,7 @@ class Child:
         if isinstance(message, Done):
             try:
                 outcome = self._take(message.value) if self._take is not None else message.value
-            except Exception as error:  # noqa: BLE001 (whoever waits for it must be told)
+            except Exception as error:  # noqa: BLE001 (its caller must be told)
                 outcome = error
         elif isinstance(message, Failed):
             outcome = CallFailed(message.problem)
@@ -357,7 +357,7 @@ class Child:
             pipe.write(pack(message))
 
 
-def _nobody() -> tuple[int, float]:
+def _none_running() -> tuple[int, float]:
     return 0, 0.0
 
 

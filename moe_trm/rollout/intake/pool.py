@@ -50,7 +50,7 @@ class IntakePool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes that run now."""
+        """Process ids of the workers that run now."""
         return [process.child.process_id for process in self._running]
 
     def decode_with(self, checkpoint: str) -> None:
@@ -135,7 +135,7 @@ class IntakePool:
                 self._started.discard(process)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 (whoever waits for a process must be told)
+        except BaseException as error:  # noqa: BLE001 (callers that wait for a process must be told)
             async with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()

@@ -44,7 +44,7 @@ class IntakeProcess:
                 descriptor=file.descriptor,
                 startup_s=STARTUP_S,
                 environment=without_key(os.environ),
-                # Of an answer that nobody waits for any more too: else nobody gave its memory back.
+                # Also for an answer that is no longer awaited: otherwise its memory would never be given back.
                 take=lambda value: _reading(msgspec.convert(value, Parsed), file),
             )
         except NotStarted as error:
