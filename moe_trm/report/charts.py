@@ -145,8 +145,8 @@ SECTIONS = (
                   "Share of tokens that importance weights leave effective; 1: all count alike.",
                   (("engine/rollout_is_eff_sample_size", "engine"), ("total/rollout_is_eff_sample_size", "total"))),
             Lines("Difference of probabilities",
-                  "Difference for one token between both policies. It estimates total variation, which bounds the bias of "
-                  "token ratios.",
+                  "Difference for one token between both policies. It estimates total variation, which bounds the bias "
+                  "of token ratios.",
                   (("engine/probs_diff_mean", "engine, mean"), ("engine/probs_diff_p95", "engine, 95%"),
                    ("engine/probs_diff_max", "engine, largest"), ("total/probs_diff_mean", "total, mean"),
                    ("total/probs_diff_p95", "total, 95%"), ("total/probs_diff_max", "total, largest")), log=True),
