@@ -1,8 +1,8 @@
 """A child process that works for this one: its start, the calls that are open in it, and its end.
 
-The other end is `moe_trm.runtime.child_service`. A child that hangs is found by its pulse, a call that does by its
-limit. What a call does wrong is its own: only a process that dies or must be ended takes the others along, and they
-are told so (`ChildEnded`), so that they can be repeated.
+The other end is `moe_trm.runtime.child_service`. A `HangDetector` ends a child that hangs; a call that hangs ends at
+its limit. What a call does wrong is its own: only a process that dies or must be ended takes the others along, and they are
+told so (`ChildEnded`), so that they can be repeated.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from moe_trm.runtime.child_messages import (
 )
 from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child
+from moe_trm.runtime.hang import HangDetector, Health, Observation, state_of
 from moe_trm.runtime.lifeline import signal_group
-from moe_trm.runtime.pulse import Health, Look, Pulse, state_of
 
 POLL_S = 0.1
 """Pause between two looks at the limits of calls."""
@@ -136,7 +136,7 @@ class Child:
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
         self._pings = self._rounds = 0
-        self._pulse = Pulse(SILENT_LOOKS, STUCK_LOOKS)
+        self._detector = HangDetector(SILENT_LOOKS, STUCK_LOOKS)
         work = [self._receive(), self._watch(), *([self._hold_limits()] if math.isfinite(limit_s) else [])]
         self._tasks = [asyncio.create_task(each) for each in work]
 
@@ -339,7 +339,7 @@ class Child:
                 return
             # While a call's code runs, its limit is what counts.
             answered = self._rounds != before or self._running()[0] in self._open
-            last, self.health = self.health, self._pulse.judge(Look(answered, ticks, state))
+            last, self.health = self.health, self._detector.judge(Observation(answered, ticks, state))
             if self.health == "busy" and last == "well":
                 log.info("process %d is busy: it answers late (state %s)", self._process.pid, state)
         log.warning("process %d hangs and is ended", self._process.pid)

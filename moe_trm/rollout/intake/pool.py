@@ -13,7 +13,7 @@ import weakref
 import msgspec
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.intake.messages import IntakeSettings, Whole
+from moe_trm.rollout.intake.messages import IntakeSettings, WholeSample
 from moe_trm.rollout.intake.process import IntakeProcess
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.servers.question import Question
@@ -57,7 +57,7 @@ class IntakePool:
         """Processes started from now on decode whole samples with the tokenizer of this folder."""
         self._settings = msgspec.structs.replace(self._settings, tokenizer=checkpoint)
 
-    async def ask(self, url: str, question: Question, whole: Whole | None = None) -> Reading:
+    async def ask(self, url: str, question: Question, whole: WholeSample | None = None) -> Reading:
         """See `IntakeProcess.ask`.
 
         Raises `RecordRejected` (`intake_failed`) where processes end on this question again and again, and
