@@ -1,8 +1,8 @@
 """A child process that works for this one: its start, the calls that are open in it, and its end.
 
 The other end is `moe_trm.runtime.child_service`. A `HangDetector` ends a child that hangs; a call that hangs ends at
-its limit. What a call does wrong is its own: only a process that dies or must be ended takes the others along, and they are
-told so (`ChildEnded`), so that they can be repeated.
+its limit. What a call does wrong is its own. Only a process that dies or must be ended takes its other calls along;
+they fail with `ChildEnded`, so that they can be repeated.
 """
 
 from __future__ import annotations
