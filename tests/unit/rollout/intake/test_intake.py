@@ -241,7 +241,7 @@ def test_a_stopped_process_is_busy_first_and_replaced_when_it_hangs(
             os.kill(pool.process_ids[0], signal.SIGCONT)
             [first] = await ask
             assert engine.metrics()["rollout/intake_losses"] == 0
-            pool._running[0].child._pulse._silent_looks = 5
+            pool._running[0].child._detector._silent_looks = 5
             os.kill(pool.process_ids[0], signal.SIGSTOP)
             [second] = await sampled(engine, PROMPTS[20:21])
             assert plain(first) == plain(second)
