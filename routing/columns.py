@@ -1,12 +1,12 @@
 """Columns of a micro-batch that one rank has under context or sequence parallelism, for rows of any layout.
 
-| split | a rank of `size` gets of every row | who splits so |
+| cut | a rank of `size` gets of every row | who cuts so |
 |---|---|---|
 | `contiguous` | one of `size` equal pieces | Ulysses (verl, DeepSpeed), ring attention in order, sequence parallelism |
 | `zigzag` | pieces `rank` and `2 * size - 1 - rank` of `2 * size` | Megatron-Core, Transformer Engine |
 
-Zigzag balances causal work. Padded rows are split by columns. In packed rows every sequence is split, as
-Megatron-Core does with `cu_seqlens_padded`.
+Zigzag balances causal work. It cuts the columns of padded rows. Of packed rows it cuts every sequence, as Megatron-Core
+does with `cu_seqlens_padded`.
 
 Shape letters: B rows, R columns, C columns of this rank, N = B * R places in batch order, M = B * C of this rank.
 """
@@ -25,8 +25,8 @@ from routing.errors import RouteError
 from routing.rows import Rows
 
 
-class Split(NamedTuple):
-    """One split of the columns, and the part that this rank keeps."""
+class Cut(NamedTuple):
+    """One cut of the columns, and the part that this rank keeps."""
 
     kind: Literal["contiguous", "zigzag"]
     rank: int
@@ -35,26 +35,26 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The columns of `rows` that this rank feeds to its model, in their order. Without splits: all of them.
+    """The columns of `rows` that this rank feeds to its model, in their order. Without cuts: all of them.
 
     Attributes:
         rows: of the whole micro-batch.
-        splits: applied one after the other.
+        cuts: what was cut away, one after the other.
 
     Raises:
         RouteError: `shape`, a rank outside its group, or columns or sequences that do not split evenly.
     """
 
     rows: Rows
-    splits: tuple[Split, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
-        for split in self.splits:
-            if split.size < 1 or not 0 <= split.rank < split.size:
+        for cut in self.cuts:
+            if cut.size < 1 or not 0 <= cut.rank < cut.size:
                 raise RouteError(
                     "shape",
-                    f"a rank outside its group has no columns ({split.kind})",
-                    got=f"rank {split.rank} of {split.size}",
+                    f"a rank outside its group cuts no columns ({cut.kind})",
+                    got=f"rank {cut.rank} of {cut.size}",
                     expected="0 <= rank < size",
                 )
         _ = self.index
@@ -62,31 +62,31 @@ class Columns:
     @classmethod
     def contiguous(cls, rows: Rows, rank: int, size: int) -> Columns:
         """Piece `rank` of `size` equal ones."""
-        return cls(rows, (Split("contiguous", rank, size),))
+        return cls(rows, (Cut("contiguous", rank, size),))
 
     @classmethod
     def zigzag(cls, rows: Rows, rank: int, size: int) -> Columns:
         """Pieces `rank` and `2 * size - 1 - rank` of every row, or of every packed sequence."""
-        return cls(rows, (Split("zigzag", rank, size),))
+        return cls(rows, (Cut("zigzag", rank, size),))
 
     def part(self, rank: int, size: int) -> Columns:
         """Piece `rank` of `size` of these columns: sequence parallelism inside of context parallelism."""
-        return replace(self, splits=(*self.splits, Split("contiguous", rank, size)))
+        return replace(self, cuts=(*self.cuts, Cut("contiguous", rank, size)))
 
     @cached_property
     def index(self) -> Tensor:
         """`[C]` int64: the columns of the micro-batch, in this rank's order."""
         index = torch.arange(self.rows.shape[1])
-        for number, split in enumerate(self.splits):
-            if split.kind == "contiguous":
-                index = _pieces(index, split.size, "the columns")[split.rank]
+        for number, cut in enumerate(self.cuts):
+            if cut.kind == "contiguous":
+                index = _pieces(index, cut.size, "the columns")[cut.rank]
                 continue
             if number:
-                raise RouteError("shape", "columns that are split already cannot be split in zigzag", got=self.splits)
+                raise RouteError("shape", "columns that are cut already cannot be cut in zigzag", got=self.cuts)
             parts = []
             for start, stop in self._segments():
-                pieces = _pieces(index[start:stop], 2 * split.size, f"columns {start} to {stop - 1}")
-                parts += [pieces[split.rank], pieces[-1 - split.rank]]
+                pieces = _pieces(index[start:stop], 2 * cut.size, f"columns {start} to {stop - 1}")
+                parts += [pieces[cut.rank], pieces[-1 - cut.rank]]
             index = torch.cat(parts)
         return index
 
@@ -103,7 +103,7 @@ class Columns:
     def cut(self, values: Tensor) -> Tensor:
         """`[B, R, ...]` to this rank's `[B, C, ...]`: token ids, targets, masks, position ids."""
         self.rows.check_shape(values)
-        return values if not self.splits else values.index_select(1, self.index.to(values.device))
+        return values if not self.cuts else values.index_select(1, self.index.to(values.device))
 
     def cut_places(self, values: Tensor) -> Tensor:
         """`[N, ...]` in batch order to this rank's `[M, ...]`."""
@@ -111,7 +111,7 @@ class Columns:
 
     def keep_owned(self, values: Tensor) -> Tensor:
         """The same as `cut_places`, by another computation: which columns belong to this rank, one by one."""
-        if not self.splits:
+        if not self.cuts:
             return values
         return values.view(*self.rows.shape, *values.shape[1:])[:, self.owned()].flatten(0, 1)
 
@@ -126,18 +126,18 @@ class Columns:
         return whole.index_copy(1, self.index.to(local.device), local)
 
     def owned(self) -> Tensor:
-        """`[R]` bool, true on the columns of this rank. Splits keep their order, so these are the same as `index`."""
+        """`[R]` bool, true on the columns of this rank. Cuts keep their order, so these are the same as `index`."""
         column = torch.arange(self.rows.shape[1])
         owned = torch.ones_like(column, dtype=torch.bool)
-        for split in self.splits:
-            if split.kind == "contiguous":
+        for cut in self.cuts:
+            if cut.kind == "contiguous":
                 ordinal = owned.cumsum(0) - 1
-                owned = owned & (ordinal * split.size // int(owned.sum()) == split.rank)
+                owned = owned & (ordinal * cut.size // int(owned.sum()) == cut.rank)
                 continue
             for start, stop in self._segments():
-                piece = (column - start) * 2 * split.size // (stop - start)
+                piece = (column - start) * 2 * cut.size // (stop - start)
                 inside = (column >= start) & (column < stop)
-                owned &= ~inside | (torch.minimum(piece, 2 * split.size - 1 - piece) == split.rank)
+                owned &= ~inside | (torch.minimum(piece, 2 * cut.size - 1 - piece) == cut.rank)
         return owned
 
     def position_ids(self) -> Tensor:
@@ -151,12 +151,12 @@ class Columns:
 
     def digest(self) -> bytes:
         """16 bytes that stand for the cut; none without one."""
-        if not self.splits:
+        if not self.cuts:
             return b""
         return hashlib.blake2b(self.index.numpy().astype("<i8").tobytes(), digest_size=16).digest()
 
     def _segments(self) -> list[tuple[int, int]]:
-        """First column and the one behind the last of what zigzag splits."""
+        """First column and the one behind the last of what zigzag cuts."""
         columns = self.rows.shape[1]
         if not self.rows.is_packed:
             return [(0, columns)]

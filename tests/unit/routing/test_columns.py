@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: Columns.zigzag(LEFT, 0, 2).part(0, 3), "shape"),
         (lambda: Columns.zigzag(Rows.packed(offsets), 0, 2), "shape"),
         (lambda: Columns.zigzag(Rows.packed(torch.tensor([0, 8]), 10), 0, 2), "shape"),
-        (lambda: Columns(LEFT, (*Columns.contiguous(LEFT, 0, 2).splits, *Columns.zigzag(LEFT, 0, 2).cuts)), "shape"),
+        (lambda: Columns(LEFT, (*Columns.contiguous(LEFT, 0, 2).cuts, *Columns.zigzag(LEFT, 0, 2).cuts)), "shape"),
         (lambda: Rows.packed(offsets, cu_seqlens_padded=torch.tensor([0, 8, 12])), "rows"),
         (lambda: Rows.packed(offsets, cu_seqlens_padded=torch.tensor([0, 6, 12, 20])), "rows"),
         (lambda: Rows.packed(offsets, 19, cu_seqlens_padded=torch.tensor([0, 8, 12, 20])), "rows"),
