@@ -93,7 +93,7 @@ def _check_starts(words: Sequence[Word], path: Path, starts: re.Pattern[str]) ->
             where=f"{path}, {_place(others[-1])}",
             got=others[-1].text,
             expected="the script with the training command, or a list of arguments",
-            fix="translate that script, with the settings of this one behind it; or save the arguments of a running job",
+            fix="translate that one, with the settings of this one behind it; or save the arguments of a running job",
         )
 
 
