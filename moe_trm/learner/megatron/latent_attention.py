@@ -6,6 +6,8 @@ them. Then the rotated key, which all heads share, gets the gradient of one rank
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -28,7 +30,8 @@ def set_latent_epsilon(model: nn.Module) -> None:
     """Give the norms of latents transformers' epsilon; Megatron gives them that of the other norms."""
     for attention in model.modules():
         if isinstance(attention, MLASelfAttention):
-            norms = [found for name in _NORMS if hasattr(found := getattr(attention, name, None), "eps")]
+            modules: list[Any] = [getattr(attention, name, None) for name in _NORMS]
+            norms = [module for module in modules if hasattr(module, "eps")]
             assert len(norms) == (2 if attention.config.q_lora_rank else 1), "a latent has no norm here, or several"
             for norm in norms:
                 norm.eps = LATENT_EPSILON
