@@ -26,7 +26,7 @@ from moe_trm.runtime.output import outliving_readers
 
 POLL_S = 0.1
 """Pause between two looks at the processes."""
-# Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
+# Linux gives ports from 32768 on to programs that ask for any port, and to outgoing connections.
 LATER_PORTS, TRIED_PORTS = range(20_000, 32_000), 100
 
 

@@ -36,7 +36,7 @@ PARENT_POLL_S = 1.0
 LAST_ANSWERS_S = 5.0
 """Time that requests in progress may take after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
-"""Largest message that is taken in; whoever sends a larger one is disconnected."""
+"""Largest message that is accepted; the sender of a larger one is disconnected."""
 HEARTBEAT_MS, SILENCE_MS = 5_000, 60_000
 """Between two signs of life of a connection, and the longest time without one until it is made anew."""
 
@@ -142,7 +142,7 @@ class ControllerService:
                 received.cancel()
         orphaned.cancel()
         if pending:
-            # Whoever waits for a rank that is gone would wait for ever.
+            # Ranks that wait for one that is gone would wait for ever.
             _, waiting = await asyncio.wait(pending, timeout=LAST_ANSWERS_S)
             for task in waiting:
                 task.cancel()

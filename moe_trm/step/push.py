@@ -14,8 +14,8 @@ from moe_trm.sync.rounding import Rounding
 class Pusher(Protocol):
     """Makes the rollout engine serve the learner's weights. Every rank calls it.
 
-    Synchronously nobody returns before the push is proved. Where sampling overlaps training, ranks return when the
-    weights are in files and the push before is proved; nothing is sampled with weights that are not.
+    In a synchronous run, no rank returns before the push is proved. Where sampling overlaps training, ranks return when
+    the weights are in files and the push before is proved; nothing is sampled with weights that are not.
     """
 
     def push(self, version: int) -> None:

@@ -145,7 +145,7 @@ def _spawn(
     api_key: str,
 ) -> Server:
     log_begin = log_path.stat().st_size if log_path.exists() else 0
-    # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
+    # A file, not a pipe: a full pipe would stop the server whenever this process is stopped or slow.
     with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
