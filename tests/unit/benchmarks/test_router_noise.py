@@ -81,5 +81,6 @@ def test_arms_of_its_experiments_load(file: str) -> None:
     """All arms are resolved; the model that they start from is not made for it."""
     plan = make_plan(file, None, lambda _config, _ranks: None)
     assert {"none", "R3"} <= plan.configs.keys()
-    assert plan.configs["R3"].rollout.fake_router_noise == plan.configs["none"].rollout.fake_router_noise == 1.0
+    assert plan.configs["R3"].rollout == plan.configs["none"].rollout
+    assert plan.configs["R3"].rollout.fake_router_noise > 0
     assert plan.configs["R3"].replay.mode == "R3"
