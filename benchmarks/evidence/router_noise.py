@@ -1,9 +1,9 @@
 """One run that dies of a mismatch of routing, one that lives by replay, and the figure that warned: `make collapse`.
 
-`python -m benchmarks.evidence.router_noise [--out FOLDER] [--only-report]` makes the start, runs the arms `none` and
-`R3` of `examples/experiments/collapse.yaml`, draws their rewards and their engine k3 over the steps, and says in words
-what they show. The status is 0 when they show it: without replay the reward ends below half of its best, with replay it
-does not, and engine k3 has doubled before the reward turns. What is judged are means of ten steps.
+`python -m benchmarks.evidence.router_noise [--out FOLDER] [--only-report] [--json FILE]` makes the start, and runs the
+arms `none` and `R3` of `examples/experiments/collapse.yaml`. It draws their rewards and their engine k3 over the steps,
+and says in words what they show. The status is 0 when they show it: without replay the reward ends below half of its
+best, with replay it does not, and engine k3 has doubled before the reward turns. What is judged are means of ten steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.evidence import start
 from benchmarks.figure import Panel, document, text
 from benchmarks.options import command_line
+from benchmarks.table import Row, report
 from moe_trm.errors import MoeTrmError
 from moe_trm.experiment.commands import run_experiment
 from moe_trm.quickstart.plot import NATIVE, REPLAYED
@@ -83,6 +84,7 @@ def show(args: argparse.Namespace) -> int:
         if status := run_experiment(FILE, args.out):
             return status
     courses = {arm: course(args.out / f"{arm}-seed0") for arm in ARMS}
+    report("Rewards and engine k3 of each run, means of ten steps", list(rows(args.out)), args.json)
     picture = args.out / "collapse.svg"
     picture.write_text(draw(courses), encoding="utf-8")
     said, shown = verdict(courses["none"], courses["R3"])
@@ -98,6 +100,25 @@ def course(run: Path) -> Course:
             "too short to judge", where=str(run), got=f"{len(rows)} steps", expected=f"{SMOOTHED} or more"
         )
     return Course(tuple(row["reward/mean"] for row in rows), tuple(row["engine/k3_kl"] for row in rows))
+
+
+def rows(folder: Path) -> Iterator[Row]:
+    """Every run of the folder, of other arms and seeds too."""
+    for metrics in sorted(folder.glob("*-seed*/metrics.jsonl")):
+        own = course(metrics.parent)
+        reward, k3 = smoothed(own.rewards), smoothed(own.k3)
+        yield {
+            "run": metrics.parent.name,
+            "steps": len(own.rewards),
+            "reward_first": reward[0],
+            "reward_best": max(reward),
+            "reward_last": reward[-1],
+            "k3_first": k3[0],
+            "k3_last": k3[-1],
+            "k3_doubled_at": own.warned or "never",
+            "reward_turned_at": own.turned or "never",
+            "died": str(own.died),
+        }
 
 
 def verdict(none: Course, replayed: Course) -> tuple[list[str], bool]:

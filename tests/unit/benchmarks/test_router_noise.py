@@ -68,7 +68,11 @@ def test_it_reads_the_runs_and_draws_them(tmp_path: Path, capsys: pytest.Capture
         both = zip(course.rewards, course.k3, strict=True)
         rows += [{"step": at, "reward/mean": r, "engine/k3_kl": k} for at, (r, k) in enumerate(both, start=1)]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert router_noise.main(["--only-report", "--out", str(tmp_path)]) == 0
+    told = tmp_path / "rows.json"
+    assert router_noise.main(["--only-report", "--out", str(tmp_path), "--json", str(told)]) == 0
+    living, dying = json.loads(told.read_text())["rows"]
+    assert (dying["run"], dying["steps"], dying["reward_turned_at"], dying["died"]) == ("none-seed0", 100, 68, "True")
+    assert (living["k3_doubled_at"], living["reward_turned_at"], living["died"]) == ("never", "never", "False")
     assert "the run died" in capsys.readouterr().out
     picture = ElementTree.fromstring((tmp_path / "collapse.svg").read_text())
     words = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
