@@ -19,10 +19,15 @@ from typing import Any, Protocol
 from launch.child import Child
 from launch.rollout_process import RolloutProcess
 from launch.threads import SINGLE_THREAD
+from moe_trm.checkpoint.history import ALL_DONE, is_done, only_trainer
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
+from moe_trm.observe.run_outcome import record_failure
+from moe_trm.report.run_end import LEARNER_LOCK
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.output import outliving_readers
 
+LOCK = ".lock"
+"""File of a run's folder that `moe-trm train` holds from its checks to its end (`moe_trm.runtime.lock`)."""
 POLL_S = 0.1
 """Pause between two looks at the processes."""
 # Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
@@ -90,18 +95,28 @@ def run_job(
     """
     config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
-    check_start(config, world_size=ranks)
     api_key, settings = api_key_for(config.rollout), config.rollout.server
+    run_dir = Path(config.run_dir) / config.name
     with ExitStack() as stack:
+        new = not run_dir.exists()
+        if new:  # what is refused leaves no folder behind
+            check_start(config, world_size=ranks)
+        stack.enter_context(only_trainer(run_dir / LOCK))
+        with only_trainer(run_dir / LEARNER_LOCK):
+            pass  # no ranks are left of a job that was killed, and none were started by hand
+        if is_done(run_dir, config.dump()):
+            print(f"run {run_dir}: {ALL_DONE}", flush=True)
+            return 0
+        if not new:
+            check_start(config, world_size=ranks)
         signals, server = stack.enter_context(Signals()), None
         if config.rollout.starts_server:
-            from launch.rollout import log_name
             from moe_trm.rollout.servers.process import on_cpu
 
             api_key = api_key or secrets.token_hex(16)
             port = settings.port or free_port()
             overrides = [*overrides, f"rollout.server.port={port}"]
-            log = Path(config.run_dir) / config.name / log_name(settings.host)
+            log = run_dir / log_name(settings.host)
             print(f"starting the rollout server on {settings.host}:{port} (log: {log})", flush=True)
             server = stack.enter_context(RolloutProcess(config_path, overrides, api_key))
             if on_cpu(settings):
@@ -109,7 +124,10 @@ def run_job(
             elif (code := wait_for(server, signals)) is not None:
                 return code
         learner = stack.enter_context(start(config_path, overrides, ranks, learner_environment(api_key)))
-        return watch(learner, signals, server)
+        code = watch(learner, signals, server)
+        if server is not None and server.failed:
+            record_failure(run_dir, f"the rollout server did not start; {log_name(settings.host)} says why")
+        return code
 
 
 class Signals:

@@ -26,10 +26,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_trm.config import load
-from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
+from moe_trm.observe.run_outcome import record_failure
 from moe_trm.observe.sinks import Guarded
+from moe_trm.report import run_end
 from moe_trm.runtime.output import outliving_readers
 
 SHUTDOWN_PATIENCE_S = 10
@@ -61,19 +62,20 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
     config = load(rest[0], rest[1:])
-    code = run_with_restarts(int(num_ranks), ["-m", "launch.train", *rest], config.train.max_restarts, Stop())
+    code, why = run_with_restarts(int(num_ranks), ["-m", "launch.train", *rest], config.train.max_restarts, Stop())
     if code:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        leave_report(config)
+        leave_report(Path(config.run_dir) / config.name, why, written=config.observe.report)
     return code
 
 
-def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int, stop: Stop) -> int:
-    """Run `python PROGRAM...` on the ranks, again when they died of something that may pass; the exit code.
+def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int, stop: Stop) -> tuple[int, str]:
+    """Run `python PROGRAM...` on the ranks, again when they died of something that may pass; the exit code, and why.
 
     Nothing is started again once somebody asked to stop.
     """
+    why = ""
     # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for restarts in range(max_restarts + 1):
@@ -83,15 +85,15 @@ def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int,
         except ChildFailedError as error:
             failed = error.failures
         except SignalException as asked:
-            return 128 + int(asked.sigval)
+            return 128 + int(asked.sigval), f"asked to end at once, by {signal.Signals(asked.sigval).name}"
         if stop.number or not failed:
             break
-        code, what = told(failed)
-        print(what, file=sys.stderr)
+        code, why = told(failed)
+        print(why, file=sys.stderr)
         if code == REFUSED or restarts == max_restarts:
-            return code
+            return code, why
         print(f"starting the learner ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr, flush=True)
-    return 128 + stop.number if stop.number else 0
+    return (128 + stop.number if stop.number else 0), why
 
 
 def launch_config(num_ranks: int) -> LaunchConfig:
@@ -120,13 +122,11 @@ def told(failed: Mapping[int, ProcessFailure]) -> tuple[int, str]:
     return code, f"learner rank {first} ended with exit code {code}"
 
 
-def leave_report(config: Config) -> None:
-    """Write the report of a run whose first rank was ended before it could."""
-    run_dir = Path(config.run_dir) / config.name
-    metrics, report = run_dir / "metrics.jsonl", run_dir / "report.html"
-    if not config.observe.report or not metrics.exists():
-        return
-    if not report.exists() or report.stat().st_mtime < metrics.stat().st_mtime:
+def leave_report(run_dir: Path, why: str, *, written: bool) -> None:
+    """Write down what ended a run, and its report if one is to be `written`, where its first rank could not."""
+    record_failure(run_dir, why)
+    end, report = run_dir / run_end.FILE, run_dir / "report.html"
+    if written and end.exists() and (not report.exists() or report.stat().st_mtime < end.stat().st_mtime):
         Guarded(ReportPage(run_dir), "report").close()
 
 
