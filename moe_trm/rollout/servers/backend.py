@@ -75,7 +75,14 @@ class ServerBackend(AnswerFormat):
     health_path: ClassVar[str] = "/health"
 
     def check(self, config: Config) -> None:
-        """Refuse what its servers cannot serve. Raises `ConfigError`, `CheckpointError`."""
+        """Refuse what its servers cannot serve, from config.json alone. Raises `ConfigError`, `CheckpointError`."""
+
+    def remark(self, checkpoint: Path) -> str:
+        """A difference of the served model from the checkpoint's that a run can bear; empty: none is known.
+
+        Raises `CheckpointError`.
+        """
+        return ""
 
     @abstractmethod
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
