@@ -111,6 +111,7 @@ def run_job(
             check_start(config, world_size=ranks)
         signals, server = stack.enter_context(Signals()), None
         if config.rollout.starts_server:
+            from launch.rollout import log_name
             from moe_trm.rollout.servers.process import on_cpu
 
             api_key = api_key or secrets.token_hex(16)
@@ -126,7 +127,7 @@ def run_job(
         learner = stack.enter_context(start(config_path, overrides, ranks, learner_environment(api_key)))
         code = watch(learner, signals, server)
         if server is not None and server.failed:
-            record_failure(run_dir, f"the rollout server did not start; {log_name(settings.host)} says why")
+            record_failure(run_dir, f"the rollout server did not start; {log.name} says why")
         return code
 
 
