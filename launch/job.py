@@ -62,9 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`. Ctrl-C and SIGTERM before anything is started end it at once."""
-    for asked in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(asked, lambda number, _frame: sys.exit(128 + number))
+    """`moe-trm train`. Ctrl-C and SIGTERM before anything is started end it at once, with one line."""
     with outliving_readers():
         return run_job(args.config, args.overrides, args.nproc_per_node)
 
@@ -93,11 +91,12 @@ def run_job(
 
     Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
     """
-    config, _ = load_here(config_path, list(overrides))
-    ranks = num_ranks or smallest_world(config.learner.parallel)
-    api_key, settings = api_key_for(config.rollout), config.rollout.server
-    run_dir = Path(config.run_dir) / config.name
     with ExitStack() as stack:
+        signals = stack.enter_context(Signals())
+        config, _ = load_here(config_path, list(overrides))
+        ranks = num_ranks or smallest_world(config.learner.parallel)
+        api_key, settings = api_key_for(config.rollout), config.rollout.server
+        run_dir = Path(config.run_dir) / config.name
         new = not run_dir.exists()
         if new:  # what is refused leaves no folder behind
             check_start(config, world_size=ranks)
@@ -109,7 +108,9 @@ def run_job(
             return 0
         if not new:
             check_start(config, world_size=ranks)
-        signals, server = stack.enter_context(Signals()), None
+        if signals.begin():
+            return 128 + signals.first
+        server = None
         if config.rollout.starts_server:
             from launch.rollout import log_name
             from moe_trm.rollout.servers.process import on_cpu
@@ -132,7 +133,10 @@ def run_job(
 
 
 class Signals:
-    """SIGINT and SIGTERM of this process, which are noted and do nothing else. A context manager.
+    """SIGINT and SIGTERM of this process. A context manager.
+
+    Until `begin` they end it, by `SystemExit`. From then on they are noted and do nothing else. One whose `SystemExit`
+    was swallowed on the way is noted all the same.
 
     Attributes:
         first: number of the first one; 0 before it.
@@ -141,6 +145,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.first = self.count = 0
+        self._begun = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -154,8 +159,16 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def begin(self) -> int:
+        """Processes are started now; number of a signal that came before."""
+        self._begun = True
+        return self.first
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.first, self.count = self.first or number, self.count + 1
+        if not self._begun:
+            os.write(2, b"stopped before anything was started\n")
+            sys.exit(128 + number)
 
 
 def wait_for(server: RolloutProcess, signals: Signals) -> int | None:

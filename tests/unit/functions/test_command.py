@@ -13,8 +13,8 @@ import pytest
 
 from moe_trm.functions.command import run_command
 from moe_trm.functions.process import FunctionFailed
-from moe_trm.runtime.lifeline import marked
 from moe_trm.runtime import children
+from moe_trm.runtime.lifeline import marked
 
 PYTHON = [sys.executable, "-S", "-c"]
 
