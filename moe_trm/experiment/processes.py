@@ -110,7 +110,7 @@ def run_all(
         left: the runs, of `left_to_run`; the reasons of earlier ends stay in the books.
         jobs: runs at a time.
         made_of: the processes of a run.
-        say: a line for whoever watches.
+        say: prints a line for the user.
     Returns:
         The signal that asked to stop, 0 when no run is left.
     """

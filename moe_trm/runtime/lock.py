@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from moe_trm.errors import RunError
+from moe_trm.runtime.private import private_folder
 
 POLL_S = 0.1
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -53,7 +54,7 @@ def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "")
     Raises:
         RunError: another process holds it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     # Its mode is for this user. No child inherits the descriptor, or the lock would outlive this process.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
