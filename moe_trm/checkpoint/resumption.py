@@ -66,12 +66,6 @@ class Checkpoints:
         )
         if self._peers.rank == 0:
             print(f"going on after step {manifest.step} from {path}", flush=True)
-            if manifest.step >= self._config.train.steps:
-                print(
-                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never "
-                    "to begin anew",
-                    flush=True,
-                )
         run: RunState = saved["run"]
         return run
 

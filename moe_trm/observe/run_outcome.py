@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.run_end import Failure, RunEnd, read_end, write_end
+from moe_trm.report.run_end import Failure, RunEnd, State, read_end, write_end
 
 
 class RunOutcome(Sink):
@@ -37,7 +37,7 @@ class RunOutcome(Sink):
 
     def close(self) -> None:
         if not self._failed:
-            state = "finished" if self._step >= self._last else "stopped"
+            state: State = "finished" if self._step >= self._last else "stopped"
             write_end(self._run_dir, RunEnd(state, self._step, time.time()))
 
 

@@ -14,6 +14,9 @@ LEARNER_LOCK = ".learner.lock"
 """Held by the first learner rank of a run as long as it lives (`moe_trm.runtime.lock`)."""
 
 
+State = Literal["running", "finished", "stopped", "failed"]
+
+
 class Failure(msgspec.Struct, frozen=True):
     """The error that ended a run.
 
@@ -47,7 +50,7 @@ class RunEnd(msgspec.Struct, frozen=True):
         failure: of a run that failed.
     """
 
-    state: Literal["running", "finished", "stopped", "failed"]
+    state: State
     step: int
     unix_s: float
     failure: Failure | None = None

@@ -34,7 +34,7 @@ from moe_trm.runtime.shared_blocks import PlaceReader
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
-GRACE_S = 10.0
+GRACE_S = 30.0
 """Time for a controller that is asked to end: it ends the commands of agents and removes their folders."""
 ASK_AGAIN_S = 20.0
 """Time without an answer after which a request is sent again. Where it is still worked on, that does nothing."""

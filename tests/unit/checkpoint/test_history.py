@@ -13,27 +13,27 @@ from moe_trm.checkpoint.differences import differences
 from moe_trm.checkpoint.history import begin, is_done
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, RunError
-from moe_trm.report.run_end import RunEnd, read_end, write_end
+from moe_trm.report.run_end import RunEnd, State, read_end, write_end
 
 STEPS = 4
 
 
-def settings(**sections: dict[str, Any]) -> dict[str, Any]:
+def settings(**sections: Any) -> dict[str, Any]:
     given = {"model": {"checkpoint": "unused"}, **sections}
     return Config.model_validate({**given, "train": {"steps": STEPS, **given.get("train", {})}}).dump()
 
 
-def begun(folder: Path, state: str = "running", step: int = 2) -> Path:
+def begun(folder: Path, state: State = "running", step: int = 2) -> Path:
     """The folder of a run that has done `step` steps."""
     assert begin(folder, settings(), first_step=0, branched=None) == []
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {each}}}\n' for each in range(step + 1)))
-    write_end(folder, RunEnd(state, step, time.time()))  # type: ignore[arg-type]
+    write_end(folder, RunEnd(state, step, time.time()))
     return folder
 
 
 FREE: list[dict[str, Any]] = [
     {},
-    {"name": "other"},  # type: ignore[dict-item]
+    {"name": "other"},
     {"checkpoint": {"every": 7, "keep": 1}},
     {"observe": {"panel": "off", "sinks": ["wandb"]}},
     {"rollout": {"url": "http://127.0.0.1:1"}},
@@ -106,7 +106,7 @@ def test_a_finished_run_goes_on_with_more_steps_where_that_is_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("state", ["running", "finished"])
-def test_to_begin_anew_sets_aside_what_is_there(tmp_path: Path, state: str) -> None:
+def test_to_begin_anew_sets_aside_what_is_there(tmp_path: Path, state: State) -> None:
     for number in (1, 2):
         run = begun(tmp_path, state)
         anew = settings(replay={"mode": "none"}, checkpoint={"resume": "never"})

@@ -23,7 +23,7 @@ import sys, time
 from pathlib import Path
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import ControllerProcess
-process = ControllerProcess(Config.model_validate_json(sys.argv[1]), "key", None, Path(sys.argv[2]))
+process = ControllerProcess(Config.model_validate_json(sys.argv[1]), None, Path(sys.argv[2]))
 print(process._process.pid, flush=True)
 time.sleep(600)
 """
@@ -77,7 +77,7 @@ def test_it_ends_with_its_rank(tmp_path: Path, config: Config, moment: str) -> N
 def test_a_killed_one_is_told_with_its_log(tmp_path: Path, config: Config) -> None:
     log = tmp_path / "controller.log"
     log.write_text("the last words of an earlier start\n")
-    process = ControllerProcess(config, "key", None, log)
+    process = ControllerProcess(config, None, log)
     try:
         assert said(log, "the controller begins")
         os.kill(process._process.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_a_killed_one_is_told_with_its_log(tmp_path: Path, config: Config) -> No
 
 def test_an_error_of_its_rank_asks_it_before_it_is_killed(tmp_path: Path, config: Config) -> None:
     log = tmp_path / "controller.log"
-    process = ControllerProcess(config, "key", None, log)
+    process = ControllerProcess(config, None, log)
     assert said(log, "the controller begins")
     process.wait(0.0)
     assert process._process.returncode == 128 + signal.SIGTERM
