@@ -50,9 +50,8 @@ class OptimizerConfig(Section):
     """Training steps to look back, and to wait between two halvings."""
     alignment_limit: Annotated[float, Field(gt=0, le=1)] | None = None
     """Largest cosine between the gradients of two consecutive updates (`optimizer/grad_cosine`): what is along the one
-    before is scaled down to it (GAC). 1: measured alone; none: not measured. Costs a copy of the gradient. It is not in
-    checkpoints: the first update after a resumption has no gradient before it. Try 1, then 0.1 where stale samples lift
-    the cosine."""
+    before is scaled down to it (GAC). 1: measured alone; none: not measured. Costs a copy of the gradient, also in
+    checkpoints. Try 1, then 0.1 where stale samples lift the cosine."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or weight decay."""
     extra: dict[str, bool | int | float | str] = {}
