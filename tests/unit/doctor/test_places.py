@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from zmq import ZMQError
+from zmq import Socket, ZMQError
 from zmq.constants import SocketType
 from zmq.sugar.context import Context
 
@@ -98,6 +98,7 @@ def test_a_folder_for_temporary_files_is_short_enough_for_sockets(
     refusal = pytest.raises(ConfigError, match="at most 78 bytes") if refused else nullcontext()
     with refusal:
         check_folders(*sections)
+    server: Socket[bytes]
     with Scratch(long) as scratch, Context.instance().socket(SocketType.PAIR) as server:
         made = pytest.raises(ZMQError) if refused else nullcontext()
         with made:
