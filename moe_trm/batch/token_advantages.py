@@ -27,10 +27,10 @@ def otb(rewards: Array, group_ids: Array, energies: Sequence[Array], *, lone: Lo
     W_t = cumsum(rho^2 q), q_t = 1 - 2 p_t + sum_v p_v^2: the squared norm of the score with respect to the logits, a
     proxy of that with respect to the weights. rho_t = min(pi_prox / mu, 2) is the ratio of the token, policy at the
     step's start over rollout, truncated as by `token_tis`: off policy the baseline of least variance weighs by its
-    square. A token whose ratio is unknown adds nothing to W. p is the distribution that the token was drawn from, as it was recorded: over the
-    kept support, where the sum is exact. It is the policy at the weights that sampled, also where these are older. Of
-    a recording without the sampling mask only p_t is known, and the sum may be anywhere between p_t^2 and
-    p_t^2 + (1 - p_t)^2. That is refused.
+    square. A token whose ratio is unknown adds nothing to W. p is the distribution that the token was drawn from, as
+    it was recorded: over the kept support, where the sum is exact. It is the policy at the weights that sampled, also
+    where these are older. Of a recording without the sampling mask only p_t is known, and the sum may be anywhere
+    between p_t^2 and p_t^2 + (1 - p_t)^2. That is refused.
 
     Positions count sampled tokens alone, so rows with tool outputs align by rank (TIR-OTB). B_t is 0 where a row is the
     only one of its group that is still running: it would be compared with itself. A group of one gets its reward; 0

@@ -49,7 +49,10 @@ def test_off_policy_the_square_of_the_ratio_weighs() -> None:
     records = [make_record(sample_id=i, num_sampled=1) for i in range(3)]
     energies = [by_token.score_energy(record) for record in records]
     ratios = np.log([[9.0], [0.5], [1.0]])
-    weights = [by_token.weighted_energy(*each) / own for each, own in zip(zip(records, ratios, strict=True), energies, strict=True)]
+    weights = [
+        by_token.weighted_energy(*each) / own
+        for each, own in zip(zip(records, ratios, strict=True), energies, strict=True)
+    ]
     np.testing.assert_allclose(np.concatenate(weights), [4.0, 0.25, 1.0])
     assert by_token.weighted_energy(records[0], np.array([np.nan])).tolist() == [0.0]
     rewards, groups, sizes = np.array([1.0, 0, 1]), np.zeros(3, int), np.array([[7.0], [7], [2]])
