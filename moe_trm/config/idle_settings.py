@@ -35,6 +35,10 @@ def idle_settings(config: Config) -> Iterator[str]:
             for key in ("urls", "url", "router", "intake_processes")
         ),
         ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
+        *(
+            ("rollout", key, not traits.has_weights, f"{engine} takes no weights")
+            for key in ("fake_quantization", "norm_noise", "fake_router_noise")
+        ),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
         ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
         ("probe", "tokens", config.probe.tokens > 0 and config.probe.every == 0, "probe.every=0 probes nothing"),

@@ -165,6 +165,7 @@ def surprises(
 ) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
     yield from _rounded_rollouts(rollout, replay, probe, correction, learner)
+    yield from _noisy_routers(rollout, replay, probe)
     narrows = learner.dtype == "float32" != rollout.server.dtype
     if learner.round_like_rollout and rollout.fake_quantization is None and not narrows:
         yield (
@@ -185,9 +186,13 @@ def surprises(
             f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, "
             "which the rollout does not share; rollout.quantization=fp8 rounds there too"
         )
-    noise = [key for key in ("norm_noise_end", "norm_noise_stages") if key in rollout.model_fields_set]
-    if noise and not rollout.norm_noise:
-        yield f"{', '.join(f'rollout.{key}' for key in noise)} has no effect: rollout.norm_noise=0"
+    for noise, depends in (
+        ("norm_noise", ("norm_noise_end", "norm_noise_stages")),
+        ("fake_router_noise", ("fake_router_noise_each_push",)),
+    ):
+        idle_keys = [f"rollout.{key}" for key in depends if key in rollout.model_fields_set]
+        if idle_keys and not getattr(rollout, noise):
+            yield f"{', '.join(idle_keys)} has no effect: rollout.{noise}=0"
     idle = [
         ("transformer_engine", learner.backend != "megatron", f"learner.backend={learner.backend}"),
         ("fp8_bfloat16_layers", learner.fp8 == "none", "learner.fp8=none"),
@@ -236,3 +241,19 @@ def _rounded_rollouts(
         yield f"probe/quantization_k3_kl is not measured: {reason}"
     elif probe.every and rollout.norm_noise and rollout.fake_quantization is not None:
         yield "probe/quantization_k3_kl is not measured: rollout.norm_noise is not repeated by the learner"
+
+
+def _noisy_routers(rollout: RolloutConfig, replay: ReplayConfig, probe: ProbeConfig) -> Iterator[str]:
+    if not rollout.fake_router_noise:
+        return
+    yield (
+        f"AN EXPERIMENT, NOT A TRAINING RUN: rollout.fake_router_noise={rollout.fake_router_noise} makes the engine's "
+        "routers choose other experts than the learner's, on purpose; rewards and evaluations are of the noisy policy"
+    )
+    if replay.mode != "none" and replay.max_local_flip_rate < 1:
+        yield (
+            f"replay.max_local_flip_rate={replay.max_local_flip_rate:g} stops the run where the noise flips more of a "
+            "layer's expert sets: replay.max_local_flip_rate=1.0 measures them"
+        )
+    if probe.every:
+        yield "the parts of rounding in probe/* are not measured: rollout.fake_router_noise is not repeated"

@@ -14,7 +14,7 @@ from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.environment import environment
 from moe_trm.doctor.preflight import check_launch, check_model_and_layout
 from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
-from moe_trm.doctor.served import attached
+from moe_trm.doctor.served import attached, known_difference
 from moe_trm.errors import MoeTrmError
 from moe_trm.probe.pooled import PooledTokens, pooled
 from moe_trm.step.objective import Objective
@@ -100,6 +100,7 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
     else:
         yield from without_weights(config, world_size)
     yield attempt("tokenizer", lambda: _tokenizer(config.model))
+    yield from known_difference(config.rollout, config.model.checkpoint)
     yield from chat_template(config.rollout, config.model, config.agent)
     yield from attached(config.rollout, config.model.checkpoint)
 

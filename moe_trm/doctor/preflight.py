@@ -97,8 +97,6 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     refuse_together(*_needs(config))
     hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
-    if config.rollout.traits.has_servers:
-        backend_of(config.rollout.engine).check(config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     recipe(config)
     check_trackers(config.observe)
@@ -123,7 +121,9 @@ def _needs(config: Config) -> list[Callable[[], object]]:
 
 
 def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
-    """Refuse a model or a layout that the learner cannot train, from config.json alone, which is returned.
+    """Refuse a model or a layout that the learner cannot train or the engine cannot serve, from config.json alone.
+
+    Returns config.json.
 
     Raises `ConfigError` or `CheckpointError` with the reason.
     """
@@ -133,6 +133,8 @@ def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
     else:
         check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
         layers_here(config.learner)
+    if config.rollout.traits.has_servers:
+        backend_of(config.rollout.engine).check(config)
     return hf_config
 
 

@@ -1,17 +1,18 @@
-"""Comparison of an attached rollout server with the learner's checkpoint: the tokenizer and the sizes."""
+"""Comparison of what a rollout server serves with the learner's checkpoint: the tokenizer, the sizes, the norms."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_trm.config.schema import RolloutConfig
 from moe_trm.doctor.checks import Check, attempt
-from moe_trm.errors import EngineError
+from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.models.hf_config import library_config
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.servers.backend import ServerBackend, backend_of
@@ -33,6 +34,13 @@ def attached(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
     for url in rollout.addresses:
         for what, look in (("tokenizer", _tokenizer), ("model", _geometry)):
             yield attempt(f"{what} of {url}", partial(_looked, rollout, checkpoint, url, look))
+
+
+def known_difference(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
+    """What is known beforehand to differ between the model of `checkpoint` and the one that this engine serves."""
+    with suppress(CheckpointError):  # the checks before this one have told it
+        if rollout.traits.has_servers and (remark := backend_of(rollout.engine).remark(Path(checkpoint))):
+            yield Check("served model", "warn", remark, "docs/models.md says how far log-probs are apart")
 
 
 def _looked(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
@@ -73,7 +81,7 @@ async def _geometry(backend: ServerBackend, checkpoint: str, http: EngineHttp) -
     if not (folder / "config.json").is_file():
         return Check(name, "skip", f"{folder} is not on this machine")
     theirs, ours = _read(folder), library_config(_read(Path(checkpoint)))
-    # Of a quantised checkpoint a server has to hold plain weights: pushes are.
+    # A server of a quantised checkpoint must hold plain weights, because pushes are plain.
     held = {key: theirs[key] for key in ("quantization_config",) if key in theirs}
     different = differing(library_config(theirs) | held, ours)
     if not different:

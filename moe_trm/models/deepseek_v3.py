@@ -14,6 +14,9 @@ from moe_trm.models.family import (
     sigmoid_tensors,
 )
 
+LATENT_EPSILON = 1e-6
+"""Of the norms of latents in transformers, whatever `rms_norm_eps` is."""
+
 
 def _attention(hf: HfConfig) -> dict[str, Link]:
     names = {"linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}

@@ -110,6 +110,10 @@ def expert_width(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"])
 
 
+LAYER_KEYS = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "mlp_layer_types")
+"""Keys that say which layers are mixtures of experts."""
+
+
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers that are mixtures of experts; empty for a dense model.
 

@@ -31,11 +31,11 @@ def roundings(config: Config) -> Mapping[str, Rounding]:
     """Roundings of a push, in its order, by the names of the shares; each with those before it.
 
     Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, where
-    every pass rounds as a push does, where norms have noise or the engine rounds once more by itself, and with
+    every pass rounds as a push does, where pushes have noise or the engine rounds once more by itself, and with
     adapters, whose factors alone are in a copy of the weights.
     """
     rollout, found = config.rollout, dict[str, Rounding]()
-    elsewhere = rollout.quantization is not None or rollout.norm_noise > 0
+    elsewhere = rollout.quantization is not None or max(rollout.norm_noise, rollout.fake_router_noise) > 0
     inside = config.learner.round_like_rollout or config.learner.lora.rank > 0
     if elsewhere or inside or unrepeatable(config.learner, config.rollout) is not None:
         return found
@@ -57,8 +57,8 @@ def rounding_shares(
 ) -> dict[str, float]:
     """`probe/quantization_k3_kl`, `probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats.
 
-    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Of a sample of rows each has its
-    standard error beside it (`_se`). Collective.
+    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Where a
+    sample of rows was scored, each has its standard error beside it (`_se`). Collective.
 
     Args:
         learner: scores once more for each rounding.

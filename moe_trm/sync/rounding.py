@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_trm.config.schema import LearnerConfig, RolloutConfig, TrainConfig
 from moe_trm.methods.weight_formats import LARGEST, WeightFormat
-from moe_trm.sync.norm_noise import NormNoise
+from moe_trm.sync.noise import NormNoise, RouterNoise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,17 +40,17 @@ class Rounding:
         dtype: the engine's arithmetic, e.g. "bfloat16".
         fake: format of the fake quantisation before the cast; None: the cast alone.
         block: side of the blocks that share a scale; None: one scale for each output channel.
-        noise: on norms, before anything is rounded; None: none. `held` is without it.
+        noises: on norms and on routers, before anything is rounded. `held` is without them.
     """
 
     dtype: str
     fake: WeightFormat | None = None
     block: int | None = None
-    noise: NormNoise | None = None
+    noises: tuple[NormNoise | RouterNoise, ...] = ()
 
     def at(self, version: int) -> Rounding:
         """The rounding of the push of this version."""
-        return self if self.noise is None else replace(self, noise=replace(self.noise, version=version))
+        return replace(self, noises=tuple(replace(noise, version=version) for noise in self.noises))
 
     def dtype_of(self, name: str) -> str:
         """The dtype in which the Hugging Face tensor `name` is sent.
@@ -63,7 +63,8 @@ class Rounding:
     def pushed(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor of a checkpoint as it is sent: on the CPU, contiguous. Stacked experts are `[E, I, O]`."""
         weights = tensor.detach().cpu()
-        weights = weights if self.noise is None else self.noise.added(name, weights)
+        for noise in self.noises:
+            weights = noise.added(name, weights)
         return self._rounded(name, weights, inputs_first=tensor.dim() == 3).contiguous()
 
     def held(self, name: str, tensor: Tensor, *, inputs_first: bool = False) -> Tensor:
@@ -115,13 +116,15 @@ def _to_grid(weight: Tensor, largest: Tensor, to: WeightFormat) -> Tensor:
 
 def rounding_of(rollout: RolloutConfig, train: TrainConfig, seed: int) -> Rounding:
     """Rounding of the weights in every push of this run."""
-    noise = None
+    noises: list[NormNoise | RouterNoise] = []
     if rollout.norm_noise:
         steps = train.steps
-        noise = NormNoise(rollout.norm_noise, rollout.norm_noise_end, rollout.norm_noise_stages, steps, seed)
-    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block, noise)
+        noises.append(NormNoise(rollout.norm_noise, rollout.norm_noise_end, rollout.norm_noise_stages, steps, seed))
+    if rollout.fake_router_noise:
+        noises.append(RouterNoise(rollout.fake_router_noise, rollout.fake_router_noise_each_push, seed))
+    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block, tuple(noises))
 
 
 def computes_in(learner: LearnerConfig, rollout: RolloutConfig, train: TrainConfig, seed: int) -> Rounding | None:
     """Rounding of the weights in every pass of the learner; None: passes use them as they are."""
-    return replace(rounding_of(rollout, train, seed), noise=None) if learner.round_like_rollout else None
+    return replace(rounding_of(rollout, train, seed), noises=()) if learner.round_like_rollout else None

@@ -21,6 +21,7 @@ _KEY = re.compile(r"[+~]{0,2}([A-Za-z_][\w/@]*(?:\.[\w/@-]+)*)=(.*)", re.DOTALL)
 _HYDRA = re.compile(r"(--config-(?:name|path|dir))=(.*)", re.DOTALL)
 _MAIN = re.compile(r"verl\.|main_\w+|(^|/)main\w*\.py$")
 _TRAINER = re.compile(r"(^|/)train\w*\.py$")
+_SCRIPT = re.compile(r"[^=]+\.(sh|bash)")
 _OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 _COMPUTED = "the script computes it"
 
@@ -77,7 +78,23 @@ def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
         ) from error
     if "\0" in text:
         return [Word(word, 0) for word in text.split("\0") if word]
-    return words_of(text, str(path), starts)
+    words = words_of(text, str(path), starts)
+    _check_starts(words, path, starts)
+    return words
+
+
+def _check_starts(words: Sequence[Word], path: Path, starts: re.Pattern[str]) -> None:
+    """Refuse a script that leaves the start to another one: a default would stand for what only that one says."""
+    own = [word for word in words if not word.holder]
+    others = [word for word in own if _SCRIPT.fullmatch(word.text)]
+    if others and not any(starts.search(word.text) for word in own if word not in others):
+        raise ConfigError(
+            "another script starts the training, and has the rest of the settings",
+            where=f"{path}, {_place(others[-1])}",
+            got=others[-1].text,
+            expected="the script with the training command, or a list of arguments",
+            fix="translate that one, with the settings of this one behind it; or save the arguments of a running job",
+        )
 
 
 def _place(word: Word) -> str:

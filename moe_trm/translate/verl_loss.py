@@ -142,6 +142,10 @@ def _aggregation(draft: Draft) -> None:
     bypass, mode = switch(draft, _BYPASS), text(draft, _MODE) or ""
     fixed = "" if bypass or mode not in _LOSSES else _LOSSES[mode].aggregation
     if fixed:
+        chosen = text(draft, _AGGREGATION)
+        if mode == "gspo" and chosen != fixed:
+            reason = f"{chosen}: verl 0.9.1 takes it for gspo, 0.10.0.dev takes {fixed} whatever it says"
+            raise NeedsDecisionError(_AGGREGATION, reason)
         draft.put("loss.aggregation", fixed, _MODE)
         draft.miss(_AGGREGATION, f"verl's loss {mode} does not read it: it is always {fixed}")
         return

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from tests.integration.learner_support.families import make_family
 from tests.integration.learner_support.ranks import Ranks, run_ranks
-from tests.integration.learner_support.tiny import EXPERTS, make_checkpoint
+from tests.integration.learner_support.tiny import EXPERTS, load_reference, make_checkpoint
+from tests.integration.learner_support.work import NUM_BATCHES, global_batch
+from tests.integration.test_learner_conformance import masked
 
-GLM = "glm4_moe"
+GLM = "glm4_moe_lite"
+"""The norms in its latent attention have an epsilon of their own."""
 PLAIN, PLAIN_GLM = "expert=2", f"expert=2:model={GLM}"
 FUSED, FUSED_GLM = "expert=2:layers=fused:from=expert=2", f"expert=2:layers=fused:model={GLM}"
 PAIRS = [(FUSED, PLAIN), (FUSED_GLM, PLAIN_GLM)]
@@ -27,7 +30,7 @@ SCRIPT = Path(__file__).parent / "learner_support" / "fused.py"
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("fused")
-    make_family(GLM, folder / GLM)
+    make_family(GLM, folder / GLM, rms_norm_eps=1e-3)
     checkpoint = make_checkpoint(folder / "main")
     return run_ranks(folder, checkpoint, 2, PLAIN, FUSED, PLAIN_GLM, FUSED_GLM, script=SCRIPT)
 
@@ -52,6 +55,19 @@ def test_the_layout_is_transformer_engines(finished: Ranks) -> None:
 def test_weights_come_in_and_go_out_bit_for_bit(finished: Ranks, fused: str, plain: str) -> None:
     source = finished.folder / (GLM if GLM in fused else "main") / "model.safetensors"
     assert same_bits(finished.exported(fused, "before"), load_file(source))
+
+
+@pytest.mark.parametrize("run", [PLAIN_GLM, FUSED_GLM])
+def test_norms_of_latents_are_those_of_transformers(finished: Ranks, run: str) -> None:
+    """1e-6 is their epsilon, whatever `rms_norm_eps` is."""
+    model = load_reference(finished.folder / GLM).double()
+    model.set_experts_implementation("eager")
+    native = [(name, got) for r in range(2) for name, got in finished.saved(run, "scores", r).items() if "nat" in name]
+    assert len(native) == NUM_BATCHES
+    for name, got in native:
+        with torch.no_grad():
+            expected = masked(model, global_batch(int(name.rpartition(".")[2])))[0]
+        torch.testing.assert_close(got.double(), expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("fused", "plain"), PAIRS)

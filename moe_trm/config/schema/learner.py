@@ -84,8 +84,8 @@ class ParallelConfig(Section):
     """Model chunks per pipeline rank, which shorten the wait at both ends of a minibatch; none: one, or as many as
     `pipeline_layout` has."""
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline rank; the others share the rest evenly. Of the 61 layers of DeepSeek-V3, 16 here
-    leave 15 for each of three more ranks. Megatron's `num_layers_in_first_pipeline_stage`."""
+    """Layers of the first pipeline rank; the others share the rest evenly. With the 61 layers of DeepSeek-V3,
+    16 here leave 15 for each of three more ranks. Megatron's `num_layers_in_first_pipeline_stage`."""
     last_stage_layers: Positive | None = None
     """Layers of the last pipeline rank, likewise. Megatron's `num_layers_in_last_pipeline_stage`."""
     account_for_embedding: bool = False

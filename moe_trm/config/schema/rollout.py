@@ -101,6 +101,12 @@ class RolloutConfig(Section):
     """The same at the last stage; it falls geometrically in between."""
     norm_noise_stages: Positive = 10
     """Stages of `rollout.norm_noise`. With one interval without noise before them they share the run evenly."""
+    fake_router_noise: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the noise on the router weights of every push, in units of each router's own: the engines
+    route apart at a chosen dose, and differ in nothing else. An instrument for experiments (docs/precision.md).
+    Evaluations by the engine are of the noisy policy; exported checkpoints have no noise. 0: none."""
+    fake_router_noise_each_push: bool = False
+    """A new draw of `rollout.fake_router_noise` for each push. False: one draw for the whole run, of its seed."""
     prompts_per_step: Positive = 16
     """Prompts per training step."""
     group_size: Positive = 8

@@ -18,7 +18,7 @@ from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.state import DeepSpeedState
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.protocol import Scores, UpdateResult
-from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_planes
+from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_channels
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.types import TokenBatch
 from routing.hf import HFReplayer
@@ -125,14 +125,14 @@ class DeepSpeedLearner(LearnerBase):
         inputs = layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout
         if self._replayer is None:
             check_native(source)
-            planes = self._engine(*inputs)
-            return scoring.scores(whole_planes(planes, layout))
+            channels = self._engine(*inputs)
+            return scoring.scores(whole_channels(channels, layout))
         with self._routed(self._replayer, batch, source, layout) as this_pass:
-            planes = self._engine(*inputs)
+            channels = self._engine(*inputs)
         recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
         if recorded is not None and isinstance(layout, PackedLayout):
             recorded = replace(recorded, layout=layout)
-        scores = replace(scoring.scores(whole_planes(planes, layout)), recorded=recorded)
+        scores = replace(scoring.scores(whole_channels(channels, layout)), recorded=recorded)
         if this_pass.watch is None:
             return scores
         shift = this_pass.watch.shift()

@@ -20,7 +20,7 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron import convert, fp8
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.expert_biases import use_expert_biases
-from moe_trm.learner.megatron.latent_projections import use_whole_down_projections
+from moe_trm.learner.megatron.latent_attention import set_latent_epsilon, use_whole_down_projections
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.stages import megatron_layout, virtual_stages
@@ -156,6 +156,8 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         rotary_percent=rotary_percent(hf),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
+    if config.multi_latent_attention:
+        set_latent_epsilon(chunk)
     for local, parameter in chunk.named_parameters():
         name = convert.plain(local)
         dim = convert.split_dim(name)

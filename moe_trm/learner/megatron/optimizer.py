@@ -140,7 +140,7 @@ class MegatronGuardedOptimizer(Steps):
         return self.finish(norm, lr, applied=applied, cosine=cosine)
 
     def _norm(self) -> float:
-        """Of the gradient of the whole model, each parameter once. On a CPU Megatron makes calls for each tensor."""
+        """Norm of the whole model's gradient, each parameter once. On a CPU, Megatron calls once for each tensor."""
         if self._device.type != "cpu":
             return float(self.megatron.get_grad_norm())
         total = 0.0

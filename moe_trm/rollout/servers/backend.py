@@ -18,7 +18,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, SyncError
 from moe_trm.functions.load import load_function
 from moe_trm.rollout.servers.http import EngineHttp
-from moe_trm.rollout.servers.question import AnswerFormat, Wanted
+from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
 
@@ -52,7 +52,7 @@ class Requirements:
     """
 
     model: ServedModel
-    wanted: Wanted
+    wanted: RequestedFields
     temperature: float
     dtype: str
     verify: bool
@@ -75,7 +75,14 @@ class ServerBackend(AnswerFormat):
     health_path: ClassVar[str] = "/health"
 
     def check(self, config: Config) -> None:
-        """Refuse what its servers cannot serve. Raises `ConfigError`, `CheckpointError`."""
+        """Refuse what its servers cannot serve, from config.json alone. Raises `ConfigError`, `CheckpointError`."""
+
+    def remark(self, checkpoint: Path) -> str:
+        """A difference of the served model from the checkpoint's that a run can bear; empty: none is known.
+
+        Raises `CheckpointError`.
+        """
+        return ""
 
     @abstractmethod
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.config.schema import Config
+from moe_trm.errors import refuse_together
+from moe_trm.models.hf_config import read_hf_config
 from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.launch import launched
+from moe_trm.rollout.sglang.served_differences import check_epsilons, check_layers, remark_on_epsilons
 from moe_trm.rollout.sglang.start_folder import check_quantised
 
 
@@ -25,8 +28,17 @@ class SglangBackend(SglangAnswers, ServerBackend):
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
 
     def check(self, config: Config) -> None:
-        """See `check_quantised`."""
-        check_quantised(config.rollout, config.model)
+        """See `check_quantised`, `check_layers` and `check_epsilons`."""
+        hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
+        refuse_together(
+            lambda: check_quantised(config.rollout, config.model),
+            lambda: check_layers(hf, where),
+            lambda: check_epsilons(hf, where),
+        )
+
+    def remark(self, checkpoint: Path) -> str:
+        """See `remark_on_epsilons`."""
+        return remark_on_epsilons(read_hf_config(checkpoint))
 
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
         """`python -m sglang.launch_server`."""

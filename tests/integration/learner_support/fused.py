@@ -35,6 +35,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     cpu_shim.install()
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -69,6 +70,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     class Provider(LocalSpecProvider):  # type: ignore[misc]
         def fuse_layernorm_and_linear(self) -> bool:
             return True
+
+        def linear(self) -> type:
+            return Linear
 
         def column_parallel_linear(self) -> type:
             return ColumnParallelLinear

@@ -139,6 +139,26 @@ def test_a_file_of_another_framework_is_refused(tmp_path: Path) -> None:
         from_verl(script)
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        'params=(actor_rollout_ref.rollout.n=8)\nexec bash "$HERE/run_async.sh" "${params[@]}"\n',
+        "bash run_verl.sh actor_rollout_ref.rollout.n=8 $@\n",
+        "export ARGS='--rollout-batch-size 4'\nsource scripts/train.sh\n",
+    ],
+)
+def test_a_script_that_calls_another_one_is_refused(tmp_path: Path, script: str) -> None:
+    """What it does not say may stand in the other one: no default may take its place."""
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    for translate in (from_verl, from_slime, from_miles):
+        with pytest.raises(ConfigError, match="another script starts the training") as caught:
+            translate(file)
+        assert str(caught.value.got).endswith(".sh")
+    script += "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=8\n"
+    assert hydra(tmp_path, script)["actor_rollout_ref.rollout.n"].key
+
+
 def test_a_python_launcher_is_refused(tmp_path: Path) -> None:
     launcher = tmp_path / "run.py"
     launcher.write_text("args = '--hf-checkpoint m'\n")

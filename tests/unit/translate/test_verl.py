@@ -13,6 +13,7 @@ from tests.unit.translate.reading import ACTOR, ROLLOUT, of_verl
 
 CORRECTION = "algorithm.rollout_correction"
 MODE = f"{ACTOR}.policy_loss.loss_mode"
+BY_ROWS = {f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}
 
 
 def accepted(values: dict[str, Any]) -> Config:
@@ -52,7 +53,7 @@ def test_a_switch_that_is_no_boolean_needs_a_decision(value: object) -> None:
     ("mode", "extra", "name", "present"),
     [
         ("vanilla", {}, "ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
-        ("gspo", {f"{ACTOR}.clip_ratio_low": 3e-4}, "gspo_token", {"clip_low": 3e-4, "clip_high": 0.2}),
+        ("gspo", {f"{ACTOR}.clip_ratio_low": 3e-4, **BY_ROWS}, "gspo_token", {"clip_low": 3e-4, "clip_high": 0.2}),
         ("sapo", {f"{ACTOR}.tau_neg": 1.1}, "sapo", {"parameters": {"tau_positive": 1.0, "tau_negative": 1.1}}),
         ("gpg", {}, "gpg", {}),
         (
@@ -90,13 +91,21 @@ def test_each_loss_takes_its_own_parameters_and_a_launch_takes_the_result(
     accepted(draft.values)
 
 
-@pytest.mark.parametrize("mode", ["gspo", "sapo", "geo_mean"])
+@pytest.mark.parametrize("mode", ["sapo", "geo_mean"])
 def test_the_aggregation_that_verl_ignores_is_not_taken(mode: str) -> None:
     key = f"{ACTOR}.loss_agg_mode"
     draft = of_verl({MODE: mode, key: "token-mean"})
     assert draft.values["loss.aggregation"] == "seq-mean-token-mean"
     assert "does not read it" in draft.missing[key]
     assert of_verl({MODE: "vanilla", key: "token-mean"}).values["loss.aggregation"] == "token-mean"
+
+
+@pytest.mark.parametrize("given", [{}, {f"{ACTOR}.loss_agg_mode": "token-sum"}])
+def test_an_aggregation_that_only_some_releases_ignore_needs_a_decision(given: dict[str, Any]) -> None:
+    draft = of_verl({MODE: "gspo", **given})
+    assert draft.values["loss.aggregation"] == "???"
+    assert "verl 0.9.1 takes it for gspo" in draft.to_do[f"{ACTOR}.loss_agg_mode"]
+    assert of_verl({MODE: "gspo", **BY_ROWS}).values["loss.aggregation"] == "seq-mean-token-mean"
 
 
 def test_a_geometric_mean_keeps_both_bounds() -> None:

@@ -1,4 +1,4 @@
-"""Noise on the norms of pushed weights: a rollout that explores, fading stage by stage."""
+"""Noise on pushed weights: on norms, so that a rollout explores, and on routers, so that engines route apart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _BLOCK_NORM = re.compile(r".*\.layers\.\d+\.(input_layernorm|post_attention_layernorm)\.weight")
+_ROUTER = re.compile(r".*\.layers\.\d+\.(mlp|block_sparse_moe)\.(gate|router)\.weight")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,38 @@ class NormNoise:
         """
         if not self.sigma or _BLOCK_NORM.fullmatch(name) is None:
             return tensor
-        digest = hashlib.blake2b(f"{self.seed}-{self.version}-{name}".encode(), digest_size=7).digest()
-        draw = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        return tensor.float() + self.sigma * torch.randn(tensor.shape, generator=draw)
+        return tensor.float() + self.sigma * _normal(f"{self.seed}-{self.version}-{name}", tensor)
+
+
+@dataclass(frozen=True)
+class RouterNoise:
+    """Mismatch of routing alone, at a chosen dose: w + s std(w) z in the place of w in every router, z ~ N(0, 1).
+
+    std(w) is over the elements of the tensor. An instrument for experiments: it is no model of what separates two
+    engines, which differ in every tensor. Draws are the same on every rank, and again after a resumption.
+
+    Attributes:
+        relative: s.
+        each_push: a draw for each version; False: one for the run, of its seed and the tensor's name.
+        seed: of the run.
+        version: of the weights that are pushed.
+    """
+
+    relative: float
+    each_push: bool
+    seed: int
+    version: int = 0
+
+    def added(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor of a checkpoint with its noise, float32; one that is no router's weight as it is."""
+        if _ROUTER.fullmatch(name) is None:
+            return tensor
+        version = f"-{self.version}" if self.each_push else ""
+        noise = _normal(f"router-{self.seed}{version}-{name}", tensor)
+        return tensor.float() + self.relative * tensor.float().std() * noise
+
+
+def _normal(key: str, like: Tensor) -> Tensor:
+    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+    draw = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randn(like.shape, generator=draw)

@@ -1,4 +1,4 @@
-"""Noise on the norms of pushed weights: its schedule, its draws, and where it goes."""
+"""Noise on pushed weights, of norms and of routers: its schedule, its draws, and where it goes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from moe_trm.config.precision_rules import surprises
+from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.models.tiny.families import COMMON
 from moe_trm.probe.rounding_shares import roundings
-from moe_trm.sync.norm_noise import NormNoise
+from moe_trm.sync.noise import NormNoise, RouterNoise
 from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
 from tests.unit.sections import sections_of
 
@@ -19,7 +22,7 @@ INPUT, POST = (f"model.layers.3.{name}_layernorm.weight" for name in ("input", "
 
 
 def sigma(version: int, noise: NormNoise = NOISE) -> float:
-    return Rounding("float32", noise=noise).at(version).noise.sigma
+    return Rounding("float32", noises=(noise,)).at(version).noises[0].sigma
 
 
 def test_the_schedule_against_the_loop_of_the_released_code() -> None:
@@ -38,7 +41,7 @@ def test_noise_is_that_of_its_version_name_and_seed() -> None:
 
     def drawn(version: int = 20, name: str = INPUT, seed: int = 7) -> torch.Tensor:
         noise = NormNoise(0.01, 0.0001, stages=3, steps=40, seed=seed)
-        return Rounding("float32", noise=noise).at(version).pushed(name, weight)
+        return Rounding("float32", noises=(noise,)).at(version).pushed(name, weight)
 
     first = drawn() - 1
     assert torch.equal(first, drawn() - 1)
@@ -62,13 +65,13 @@ def test_noise_is_that_of_its_version_name_and_seed() -> None:
 )
 def test_only_the_norms_of_blocks_are_noisy(name: str) -> None:
     weight = torch.randn(6, 8) if "norm" not in name else torch.randn(8)
-    noisy, plain = Rounding("float32", noise=NOISE).at(20), Rounding("float32")
+    noisy, plain = Rounding("float32", noises=(NOISE,)).at(20), Rounding("float32")
     assert torch.equal(noisy.pushed(name, weight), plain.pushed(name, weight))
 
 
 def test_noise_goes_on_before_the_cast_and_beside_fake_quantisation() -> None:
     weight, matrix = torch.full((16,), 0.8), torch.randn(4, 8)
-    both = Rounding("bfloat16", "int8", noise=NOISE).at(20)
+    both = Rounding("bfloat16", "int8", noises=(NOISE,)).at(20)
     pushed = both.pushed(INPUT, weight)
     assert pushed.dtype == torch.bfloat16
     assert torch.equal(pushed, NormNoise(0.01, 0.0001, 3, 40, 7, version=20).added(INPUT, weight).bfloat16())
@@ -84,8 +87,8 @@ def config(**rollout: object) -> Config:
 
 
 def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
-    assert rounding_of(*sections_of(config(norm_noise_stages=3), "rollout", "train", "seed")).noise == NOISE
-    assert rounding_of(*sections_of(config(norm_noise=0.0), "rollout", "train", "seed")).noise is None
+    assert rounding_of(*sections_of(config(norm_noise_stages=3), "rollout", "train", "seed")).noises == (NOISE,)
+    assert rounding_of(*sections_of(config(norm_noise=0.0), "rollout", "train", "seed")).noises == ()
     learner = config().learner.model_copy(update={"round_like_rollout": True})
     assert computes_in(
         *sections_of(config().model_copy(update={"learner": learner}), "learner", "rollout", "train", "seed")
@@ -115,3 +118,60 @@ def test_it_is_told_that_the_rollout_is_a_policy_of_its_own() -> None:
         if "noise" in text
     ]
     assert "rollout.norm_noise_stages has no effect" in idle
+
+
+ROUTER = "model.layers.3.mlp.gate.weight"
+
+
+def routed(relative: float = 0.5, *, each_push: bool = False, seed: int = 7) -> Rounding:
+    return Rounding("float32", noises=(RouterNoise(relative, each_push, seed),))
+
+
+def test_noise_on_routers_is_relative_to_the_tensor_and_one_draw_for_the_run_or_one_for_each_push() -> None:
+    weight = 3 + 0.2 * torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+
+    def noise(rounding: Rounding, version: int = 4, name: str = ROUTER, weight: torch.Tensor = weight) -> torch.Tensor:
+        return rounding.at(version).pushed(name, weight) - weight
+
+    fixed, drawn = routed(), routed(each_push=True)
+    assert float(noise(fixed).std()) == pytest.approx(0.5 * float(weight.std()), rel=0.05)
+    torch.testing.assert_close(noise(fixed, version=5), noise(fixed))
+    # The same draw goes on weights that training has moved.
+    torch.testing.assert_close(noise(fixed, weight=2 * weight), 2 * noise(fixed), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(noise(routed(1.0)), 2 * noise(fixed), atol=1e-5, rtol=1e-4)
+    assert torch.equal(noise(drawn), noise(drawn))
+    others = [noise(drawn, version=5), noise(routed(seed=8)), noise(fixed, name=ROUTER.replace("3", "2"))]
+    for mine, other in zip([noise(drawn), noise(fixed), noise(fixed)], others, strict=True):
+        assert abs(float(torch.corrcoef(torch.stack([mine.flatten(), other.flatten()]))[0, 1])) < 0.05
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_noise_reaches_the_router_of_every_family_and_nothing_else(family: str) -> None:
+    known = FAMILIES[family]
+    hf = {**COMMON, **known.tiny}
+    links = {**known.router(hf), **known.attention(hf), **known.expert(0)}
+    noisy = {
+        (parameter, name)
+        for parameter, link in links.items()
+        for name in link.hf_names
+        if not torch.equal(routed().pushed(f"model.layers.1.{name}", torch.eye(4)), torch.eye(4))
+    }
+    assert noisy == {("mlp.router.weight", *links["mlp.router.weight"].hf_names)}
+
+
+def test_a_run_with_noisy_routers_says_loudly_that_it_is_an_experiment() -> None:
+    noisy = config(norm_noise=0.0, fake_router_noise=0.5, fake_router_noise_each_push=True)
+    assert rounding_of(*sections_of(noisy, "rollout", "train", "seed")) == Rounding(
+        "bfloat16", noises=(RouterNoise(0.5, each_push=True, seed=7),)
+    )
+    both = rounding_of(*sections_of(config(fake_router_noise=0.5, norm_noise_stages=3), "rollout", "train", "seed"))
+    assert both.noises == (NOISE, RouterNoise(0.5, each_push=False, seed=7))
+    said = "\n".join(warnings(noisy))
+    assert "AN EXPERIMENT, NOT A TRAINING RUN: rollout.fake_router_noise=0.5" in said
+    assert "replay.max_local_flip_rate=1.0 measures them" in said
+    # A fault that is planted is no rounding on purpose: the verdict and the doctor name it.
+    assert noisy.rollout.rounds_weights is None
+    assert not roundings(noisy)
+    plain = "\n".join(warnings(config(norm_noise=0.0, fake_router_noise_each_push=True)))
+    assert "rollout.fake_router_noise_each_push has no effect: rollout.fake_router_noise=0" in plain
+    assert "EXPERIMENT" not in plain

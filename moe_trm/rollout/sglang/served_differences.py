@@ -1,0 +1,94 @@
+"""Differences between the model of a config.json and the one that SGLang 0.5.23 computes from it.
+
+SGLang reads fewer keys than transformers. It says nothing about the others, and about layers that it fills with random
+weights. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from moe_trm.errors import CheckpointError
+from moe_trm.models.deepseek_v3 import LATENT_EPSILON
+from moe_trm.models.family import HfConfig
+from moe_trm.models.hf_config import LAYER_KEYS, moe_layers
+
+READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Qwen3MoeForCausalLM": (),
+        "OlmoeForCausalLM": (),
+        "MixtralForCausalLM": (),
+        "GptOssForCausalLM": (),
+        "Glm4MoeForCausalLM": ("first_k_dense_replace",),
+        "Glm4MoeLiteForCausalLM": ("first_k_dense_replace",),
+        "DeepseekV3ForCausalLM": ("first_k_dense_replace", "moe_layer_freq"),
+    }
+)
+"""Those of `LAYER_KEYS` that SGLang reads, by architecture. Without any, every layer is a mixture of experts."""
+HARMLESS_EPSILON = 1e-5
+"""Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
+_EVERY_NORM = 1e-5
+"""SGLang's epsilon in every norm of OLMoE."""
+
+
+def check_layers(hf: HfConfig, where: str) -> None:
+    """Refuse a model with dense layers that SGLang would fill with experts of random weights.
+
+    Raises:
+        CheckpointError: SGLang would build other layers as mixtures of experts than config.json says.
+    """
+    architecture = (hf.get("architectures") or [""])[0]
+    if architecture not in READ_KEYS:
+        return
+    said = moe_layers(hf)
+    built = moe_layers({key: hf[key] for key in hf if key not in LAYER_KEYS or key in READ_KEYS[architecture]})
+    if said != built:
+        raise CheckpointError(
+            "SGLang 0.5.23 serves another model than this one: it does not read which layers are dense",
+            where=f"{where}, {' and '.join(key for key in LAYER_KEYS if key in hf)}",
+            got=f"mixtures of experts in layers {_listed(said)}",
+            expected=f"mixtures in layers {_listed(built)}, as SGLang builds them: "
+            "those without weights in the checkpoint would be random",
+            fix="Train this model with rollout.engine=bundle, or with an engine of your own that serves dense layers.",
+        )
+
+
+def check_epsilons(hf: HfConfig, where: str) -> None:
+    """Refuse norms with an epsilon that is far from the one SGLang takes.
+
+    Raises:
+        CheckpointError: they are more than `HARMLESS_EPSILON` apart.
+    """
+    if (found := _epsilons(hf)) is not None and abs(found[1] - found[2]) > HARMLESS_EPSILON:
+        norms, learner, served = found
+        raise CheckpointError(
+            f"SGLang 0.5.23 computes {norms} with another epsilon than transformers and the learners",
+            where=f"{where}, rms_norm_eps",
+            got=f"{served:g} in the engine, {learner:g} in the learner",
+            expected=f"a difference of at most {HARMLESS_EPSILON:g}",
+            fix="Check rms_norm_eps: published checkpoints of this architecture have 1e-6 or 1e-5.",
+        )
+
+
+def remark_on_epsilons(hf: HfConfig) -> str:
+    """The difference that `check_epsilons` lets pass, in words; empty where there is none."""
+    if (found := _epsilons(hf)) is None or found[1] == found[2]:
+        return ""
+    norms, learner, served = found
+    return f"SGLang 0.5.23 computes {norms} with epsilon {served:g}, transformers and the learners with {learner:g}"
+
+
+def _epsilons(hf: HfConfig) -> tuple[str, float, float] | None:
+    """The norms in which epsilons can differ, the learners' epsilon and SGLang's; None: no such norms."""
+    if "rms_norm_eps" not in hf:
+        return None
+    if hf.get("architectures") == ["OlmoeForCausalLM"]:
+        return "every norm", float(hf["rms_norm_eps"]), _EVERY_NORM
+    if hf.get("kv_lora_rank"):
+        return "the norms of latent attention", LATENT_EPSILON, float(hf["rms_norm_eps"])
+    return None
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) or "none"

@@ -1,0 +1,108 @@
+"""Models that SGLang would serve as others than config.json describes: its installed source, refusals, remarks."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_trm.config.schema import Config
+from moe_trm.doctor.examine import without_weights
+from moe_trm.doctor.preflight import check_model_and_layout
+from moe_trm.doctor.served import known_difference
+from moe_trm.errors import CheckpointError
+from moe_trm.models.hf_config import LAYER_KEYS
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.rollout.sglang.served_differences import READ_KEYS, check_epsilons, check_layers, remark_on_epsilons
+from tests.published_models import published_config
+
+FILES = {"deepseek_v3": "deepseek_v2"}
+"""Of SGLang, where the name is not the family's."""
+
+
+def hf_of(family: str, **change: Any) -> dict[str, Any]:
+    known = FAMILIES[family]
+    shape = {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, "num_local_experts": 8}
+    return {"architectures": [known.architecture], **shape, **known.tiny, **change}
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_installed_sglang_reads_these_keys_of_layers(family: str) -> None:
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "srt" / "models" / f"{FILES.get(family, family)}.py").read_text()
+    read = {key for key in LAYER_KEYS if re.search(rf"config\.{key}\b(?! = )", source)}
+    if family == "glm4_moe_lite":
+        assert "config.moe_layer_freq = 1" in source
+        read.discard("moe_layer_freq")
+    assert read == set(READ_KEYS[FAMILIES[family].architecture])
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "dense"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "0, 2, 3"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "1, 3"),
+        ("glm4_moe", {"first_k_dense_replace": 1, "moe_layer_freq": 2}, "2"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "1, 3"),
+    ],
+)
+def test_dense_layers_that_it_would_fill_with_random_experts_are_refused(
+    family: str, change: dict[str, Any], dense: str
+) -> None:
+    check_layers(hf_of(family), "config.json")
+    with pytest.raises(CheckpointError, match="does not read which layers are dense") as caught:
+        check_layers(hf_of(family, **change), "config.json")
+    assert caught.value.got == f"mixtures of experts in layers {dense}"
+    assert next(iter(change)) in caught.value.where
+
+
+def test_dense_layers_that_it_reads_are_served() -> None:
+    for change in ({"first_k_dense_replace": 2}, {"moe_layer_freq": 2, "first_k_dense_replace": 0}):
+        check_layers(hf_of("deepseek_v3", **change), "config.json")
+    check_layers({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4}, "config.json")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "olmoe"])
+def test_an_epsilon_far_from_the_served_one_is_refused_and_a_near_one_told(family: str) -> None:
+    same, near = (1e-5, 1e-6) if family == "olmoe" else (1e-6, 1e-5)
+    for epsilon, told in ((same, False), (near, True)):
+        check_epsilons(hf_of(family, rms_norm_eps=epsilon), "config.json")
+        assert bool(remark_on_epsilons(hf_of(family, rms_norm_eps=epsilon))) == told
+    with pytest.raises(CheckpointError, match="another epsilon") as caught:
+        check_epsilons(hf_of(family, rms_norm_eps=1e-3), "config.json")
+    assert "rms_norm_eps" in caught.value.where
+
+
+def test_other_norms_take_any_epsilon() -> None:
+    check_epsilons(hf_of("qwen3_moe", rms_norm_eps=1e-3), "config.json")
+    assert not remark_on_epsilons(hf_of("qwen3_moe", rms_norm_eps=1e-3))
+
+
+@pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
+def test_launch_and_doctor_say_so(backend: str, tmp_path: Path) -> None:
+    def config(**settings: Any) -> Config:
+        return Config.model_validate(
+            {"model": {"checkpoint": str(tmp_path)}, "learner": {"backend": backend}, **settings}
+        )
+
+    def write(hf: dict[str, Any]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+
+    write(published_config("qwen3_30b_a3b") | {"decoder_sparse_step": 2})
+    layout, _ = without_weights(config(), 1)
+    assert layout.status == "fail"
+    assert "does not read which layers are dense" in layout.says
+    check_model_and_layout(config(rollout={"engine": "bundle", "bundle": "b"}), 1)
+    write(published_config("glm_4_7_flash"))
+    check_model_and_layout(config(), 1)
+    (told,) = known_difference(config().rollout, str(tmp_path))
+    assert told.status == "warn"
+    assert "epsilon 1e-05, transformers and the learners with 1e-06" in told.says
+    write(published_config("deepseek_v3"))
+    assert not [*known_difference(config().rollout, str(tmp_path))]
