@@ -29,7 +29,7 @@ class Golden:
     case: str = ""
 
 
-M2PO = ("m2po", {"ratio": "staleness", "over": "harmful"})
+M2PO: tuple[str, dict[str, float | str]] = ("m2po", {"ratio": "staleness", "over": "harmful"})
 P3 = (0.085013, 0.062979, -0.069603, 0, 0)
 GOLDEN = [
     Golden("ppo_clip", 0.008834, P3, 0.674050),
