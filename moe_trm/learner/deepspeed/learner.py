@@ -98,10 +98,18 @@ class DeepSpeedLearner(LearnerBase):
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
         self._optimizer.begin()
+        trains = torch.zeros(1, device=self._device)
+
+        def note(gradient: Tensor) -> None:
+            trains.logical_or_(gradient.any())
+
         with self._snapshots.computing():
             for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
                 self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
                 current = self._forward(batch, source, scoring_of)
+                for scored in (current.logprobs, current.entropy):
+                    if scored is not None:
+                        scored.register_hook(note)  # type: ignore[no-untyped-call]
                 value = objective(index, current)
                 if not value.requires_grad:
                     # A batch without scored tokens still runs backward: the other ranks wait for its part of the
@@ -110,7 +118,8 @@ class DeepSpeedLearner(LearnerBase):
                 # ZeRO averages gradients over the ranks; the objective already carries its denominators.
                 self._engine.backward(value * self.data_size, scale_wrt_gas=False)
             self._verify(batches, sources, partial(self._look, batches))
-        return self._optimizer.step(lr_scale)
+        dist.all_reduce(trains, dist.ReduceOp.MAX)
+        return self._optimizer.step(lr_scale) if trains else self._optimizer.skip(lr_scale)
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
