@@ -23,6 +23,8 @@ SEQUENCE_CHI2, EXPLODED_CHI2 = 100.0, 1e3
 """chi2 of rows beyond which a cause is looked for, and beyond which it is named though only noise adds up."""
 NOISE_GROWTH = 4.0
 """Growth of the gradient's noise, by medians, that corrections may bring."""
+DRIFTED = 0.3
+"""chi2 of tokens that is low."""
 BIASED_TV = 0.1
 """Total variation above which the token surrogate is biased: low below it."""
 COHERENT = 0.02
@@ -198,7 +200,7 @@ def drift(seen: Seen, settings: Settings) -> Verdict | None:
     """A moderate mismatch with weights still in order."""
     evidence = pick(seen, "total/chi2_token", "total/rollout_is_eff_sample_size")
     chi2 = evidence.get("total/chi2_token", 0.0)
-    if chi2 <= 0.3:
+    if chi2 <= DRIFTED:
         return None
     part = dominant(seen, "chi2_token")
     said = f"The policies drift apart moderately (chi2 {chi2:.2g}) with weights still in order, and {MAKES[part]}"
@@ -272,6 +274,22 @@ CASES: tuple[Callable[[Seen, Settings], Verdict | None], ...] = (
     exploded,
 )
 """In the order in which they are asked."""
+
+
+def quadrant(seen: Seen) -> str:
+    """Total variation, which bounds the bias of token ratios, by chi2, which bounds the variance of weights.
+
+    Source: stochastic gradient ascent view of off-policy correction; the limits are ours.
+    """
+    tv, tokens, rows = (seen.get(f"total/{name}", 0.0) for name in ("tv", "chi2_token", "chi2_seq"))
+    biased, noisy = tv > BIASED_TV, tokens > DRIFTED or rows > EXPLODED_CHI2
+    advice = {
+        (False, False): "both low, so no correction is needed",
+        (True, False): "biased but not noisy: token weights or a geometric mask are enough",
+        (False, True): "noisy but not biased: truncate or mask rows",
+        (True, True): "both high: mend precision, routes or the age of samples before any rule",
+    }
+    return f"total variation {tv:.2g}, chi2 of tokens {tokens:.2g}, of rows {rows:.2g}: {advice[biased, noisy]}"
 
 
 def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float, probs_pearson: float) -> str:
