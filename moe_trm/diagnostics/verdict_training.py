@@ -77,7 +77,7 @@ def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     if share <= WITHOUT_SIGNAL:
         return None
     said = f"{share:.0%} of the groups have equal rewards and teach nothing"
-    lost = {key: count for key, count in seen.items() if key.startswith("records/rejected/reward_") and count > 0}
+    lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}
     if lost:
         told = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())
         said = f"{said}, and rewards failed ({told}): mend the reward first, the log says what it raised."
