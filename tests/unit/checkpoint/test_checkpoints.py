@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -226,13 +225,11 @@ def test_half_a_checkpoint_is_not_one(run_dir: Path) -> None:
     assert names(run_dir) == ["step-000004"]
 
 
-def test_other_settings_are_told(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = settings()
-    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
-    caplog.set_level(logging.WARNING)
-    Checkpoints(changed, run_dir, Interruption()).load(TinyLearner())
-    [told] = [record.getMessage() for record in caplog.records]
-    assert told.endswith("another setting: optimizer.lr: 0.0001 -> 0.5")
+def test_settings_of_another_runs_checkpoint_are_at_hand(run_dir: Path, tmp_path: Path) -> None:
+    assert open_checkpoints(run_dir).branched is None
+    own = run_dir / "checkpoints" / "step-000004"
+    assert open_checkpoints(tmp_path / "other", resume=str(own)).branched == settings().dump()
+    assert open_checkpoints(run_dir, resume=str(own)).branched is None
 
 
 def test_a_full_disk_leaves_the_run_and_older_checkpoints_alone(
