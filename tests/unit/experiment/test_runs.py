@@ -302,6 +302,7 @@ def runs(*_, **__):
         print("begun", flush=True)
         while not stop.asked:
             time.sleep(0.01)
+        stop.pass_on(())
     return 128 + stop.asked
 commands.run_experiment = runs
 sys.exit(cli.main(["experiment", "file.yaml"]))
