@@ -18,8 +18,8 @@ def m2po(evidence: Evidence, log_ratio: Tensor, *, budget: float = 0.04) -> Corr
     is below `budget`.
 
     If no subset reaches it, the one harmful token with the smallest (log w)^2 stays. Other tokens are never dropped.
-    The statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. NaN
-    counts as the largest. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official
+    The statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. Tokens
+    whose ratio is NaN are dropped. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official
     code's. Budget 0.04 is the paper's. It bounds a mean over what is kept, so no token has a score of its own:
     `target_reject_rate` cannot choose it. Source: M2PO (arXiv 2510.01161).
 
@@ -27,14 +27,14 @@ def m2po(evidence: Evidence, log_ratio: Tensor, *, budget: float = 0.04) -> Corr
     """
     check_positive("m2po", "budget", budget)
     x, mask = clamp_log_ratio(log_ratio), evidence.mask
-    advantages = evidence.advantages
-    harmful = mask & (((advantages > 0) & ~(x <= 0)) | ((advantages < 0) & ~(x >= 0)))
-    moments = torch.where(harmful, x**2, 0.0).nan_to_num(nan=torch.inf)
+    known, advantages = mask & ~x.isnan(), evidence.advantages
+    harmful = known & (x * advantages.sign() > 0)
+    moments = torch.where(harmful, x**2, 0.0)
     position = harmful.flatten().nonzero()[:, 0]
     order = torch.argsort(moments.flatten()[position], stable=True)
     ascending = moments.flatten()[position][order].double()
     running = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=x.device)
     kept_count = (running < budget).sum().clamp(min=1)
     dropped = position[order][torch.arange(len(order), device=x.device) >= kept_count]
-    keep = mask.flatten().index_fill(0, dropped, False).view_as(mask)
+    keep = known.flatten().index_fill(0, dropped, False).view_as(mask)
     return weigh(torch.ones_like(x), mask, keep, summable.mean("score", moments, harmful))
