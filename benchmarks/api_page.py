@@ -31,7 +31,7 @@ MODULES = {
 }
 """The stable names, by module."""
 Parts = list[list[Any]]
-"""Of each parameter or property: its name, its kind, and whether a caller may leave it out."""
+"""For each parameter or property: its name, its kind, and whether a caller may leave it out."""
 
 
 def stored(version: int) -> Path:

@@ -26,10 +26,10 @@ from moe_trm.batch.collate import collate, forwarded_tokens
 from moe_trm.batch.plan import plan_step
 from moe_trm.checkpoint.pieces import whole, write_pieces
 from moe_trm.config.engines import DEFAULT
-from moe_trm.rollout.intake.messages import Parsed, Whole
+from moe_trm.rollout.intake.messages import Parsed, WholeSample
 from moe_trm.rollout.intake.reading import Reading, read
 from moe_trm.rollout.servers.backend import backend_of
-from moe_trm.rollout.servers.question import Question, Wanted
+from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.sglang.parse import decode_answer
 from moe_trm.runtime import wire
 from moe_trm.runtime.child_messages import Done, pack
@@ -188,8 +188,8 @@ def of_imports() -> Figures:
 def _read(body: bytes, number: int) -> Reading:
     """The record of sample `number`."""
     params = SamplingParams(max_new_tokens=1 << 16)
-    question = Question(tuple(range(PROMPT)), params, Wanted(routes=True, mask=False))
-    return read(body, question, Whole(number, 0, "prompt", keep_changed=False), MODEL, None, backend_of(DEFAULT))
+    question = Question(tuple(range(PROMPT)), params, RequestedFields(routes=True, mask=False))
+    return read(body, question, WholeSample(number, 0, "prompt", keep_changed=False), MODEL, None, backend_of(DEFAULT))
 
 
 def _bare(number: int, length: int) -> RolloutRecord:

@@ -19,7 +19,7 @@ import pybase64
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.parse import decode_answer, parse_turn
 
@@ -40,7 +40,7 @@ def measure(tokens: int, repeats: int) -> list[Row]:
     """One row per part: milliseconds, and megabytes of the answer per second."""
     context, body = list(range(PROMPT_TOKENS)), answer(PROMPT_TOKENS, tokens - PROMPT_TOKENS)
     routes: bytes = orjson.loads(body)["meta_info"]["routed_experts"].encode()
-    wanted = Wanted(routes=True, mask=False)
+    wanted = RequestedFields(routes=True, mask=False)
     parts: dict[str, Callable[[], object]] = {
         "bytes to a validated record": lambda: parse_turn(body, context, MODEL, wanted),
         "JSON alone": lambda: decode_answer(body),

@@ -33,7 +33,7 @@ SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 128, "num_experts_per_tok": 2,
 }  # fmt: skip
 ROWS, COLUMNS, PROMPT = 16, 64, 8
-"""Of a micro-batch: rows of equal length, their forwarded tokens, and those of them that are not scored."""
+"""A micro-batch: rows of equal length, their forwarded tokens, and those of them that are not scored."""
 RESIDENT = ("weights", "gradients", "optimizer")
 PASSING = ("merged", "activations", "replay", "logits head", "backward")
 """Kinds of the planner that a step allocates and gives back."""

@@ -84,7 +84,7 @@ def _state(part: Any) -> Iterable[Tensor]:
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages of these tensors, each once."""
+    """Bytes of the storages of these tensors, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

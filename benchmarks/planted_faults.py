@@ -199,14 +199,14 @@ def rescore(config: Config, bundle: Path) -> Measurements:
             assert native.recorded is not None
             assert replayed.entropy is not None
             flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
-            planes = (
+            channels = (
                 replayed.logprobs - batch.rollout_logprobs,
                 native.logprobs - batch.rollout_logprobs,
                 replayed.entropy,
                 flips,
             )
             for row, item in enumerate(part.rows):
-                own = [plane.detach()[row][batch.mask[row]].numpy() for plane in planes]
+                own = [channel.detach()[row][batch.mask[row]].numpy() for channel in channels]
                 parts.append(of_sample(item.record, *own))
         return join(parts)
     finally:

@@ -29,7 +29,7 @@ from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.rollout.sglang.answer import parse_answer
@@ -73,7 +73,7 @@ class FileEngine:
         self._answer = answer
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
-        body, wanted = self._answer.read_bytes(), Wanted(routes=True, mask=False)
+        body, wanted = self._answer.read_bytes(), RequestedFields(routes=True, mask=False)
         return parse_answer(body, prompt, MODEL, wanted, sample_id=sample_id, group_id=group_id)
 
     def metrics(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "examples/calculator/README.md": "examples/calculator.md",

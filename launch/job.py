@@ -21,11 +21,12 @@ from launch.rollout_process import RolloutProcess
 from launch.threads import SINGLE_THREAD
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
+from moe_trm.runtime.gloo import LOOPBACK
 from moe_trm.runtime.output import outliving_readers
 
 POLL_S = 0.1
 """Pause between two looks at the processes."""
-# Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
+# Linux gives ports from 32768 on to programs that ask for any port, and to outgoing connections.
 LATER_PORTS, TRIED_PORTS = range(20_000, 32_000), 100
 
 
@@ -70,8 +71,12 @@ def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> l
 
 
 def learner_environment(api_key: str | None) -> dict[str, str]:
-    """Their environment, with the rollout server's key, which is never on a command line."""
-    return {**os.environ, **SINGLE_THREAD, **({API_KEY_VARIABLE: api_key} if api_key else {})}
+    """Their environment, with the rollout server's key, which is never on a command line.
+
+    They meet in a file: torchrun opens no store for them, on all interfaces and without a key.
+    """
+    own = {**SINGLE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**LOOPBACK, **os.environ, **own, **({API_KEY_VARIABLE: api_key} if api_key else {})}
 
 
 def under_torchrun(config_path: str, overrides: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Learner:

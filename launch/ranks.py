@@ -1,13 +1,14 @@
 """torchrun for the ranks of this host, as `moe-trm train` uses it.
 
 `python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does the same as
-`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with four
+`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with five
 differences:
 
 - A failed rank's own message is the last word, not torchrun's traceback.
 - An error that can only repeat uses up no restart.
 - SIGINT or SIGTERM lets the ranks finish their step and save, however long that takes; a second one ends them.
 - There is a report, however the ranks end.
+- torchrun and the ranks meet in private files, not at ports that everybody reaches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded
 from moe_trm.runtime.output import outliving_readers
+from moe_trm.runtime.private import Scratch
 
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""
@@ -78,10 +79,7 @@ def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int,
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for restarts in range(max_restarts + 1):
         try:
-            elastic_launch(launch_config(num_ranks), sys.executable)(*program, *(["--restarted"] if restarts else []))
-            failed: Mapping[int, ProcessFailure] = {}
-        except ChildFailedError as error:
-            failed = error.failures
+            failed = launch(num_ranks, program, restarts)
         except SignalException as asked:
             return 128 + int(asked.sigval)
         if stop.number or not failed:
@@ -94,15 +92,31 @@ def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int,
     return 128 + stop.number if stop.number else 0
 
 
-def launch_config(num_ranks: int) -> LaunchConfig:
-    """One rendezvous, of its own, on this host."""
+def launch(num_ranks: int, program: Sequence[str], restarts: int) -> Mapping[int, ProcessFailure]:
+    """Run `python PROGRAM...` on the ranks once; those that failed.
+
+    torchrun and the ranks meet in files that only this user reads and writes. torchrun's own way is a port that is open
+    to everybody, and what is written there is unpickled.
+    """
+    with Scratch() as folder:
+        store, restarted = ["--store", str(folder / "ranks")], ["--restarted"] if restarts else []
+        try:
+            elastic_launch(launch_config(num_ranks, folder / "torchrun"), sys.executable)(*program, *store, *restarted)
+        except ChildFailedError as error:
+            return error.failures
+    return {}
+
+
+def launch_config(num_ranks: int, file: Path) -> LaunchConfig:
+    """One rendezvous, in a file of its own, on this host."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
+        run_id="ranks",
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=str(file),
+        rdzv_configs={"store_type": "file"},
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGHUP",

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +17,7 @@ from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.errors import MoeTrmError, refuse_together
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.rollout.servers.watchdog import Watchdog
+from moe_trm.runtime.addresses import is_loopback
 
 
 class Interrupted(BaseException):
@@ -74,11 +74,7 @@ def log_name(host: str) -> str:
 
     Servers that other machines reach may write into a common run folder, so each has a log of its own.
     """
-    try:
-        alone = ip_address(host).is_loopback
-    except ValueError:
-        alone = host == "localhost"
-    return "rollout.log" if alone else f"rollout-{socket.gethostname()}.log"
+    return "rollout.log" if is_loopback(host) else f"rollout-{socket.gethostname()}.log"
 
 
 if __name__ == "__main__":

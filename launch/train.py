@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
     parser.add_argument("--restarted", action="store_true", help="these ranks replace some that died")
+    parser.add_argument("--store", metavar="FILE", help="where ranks of one machine meet (default: torchrun's store)")
     args = parser.parse_args(argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     from launch.learner import learn  # torch and Megatron-Core, which take seconds
 
     with outliving_readers():
-        return learn(args.config, args.overrides, restarted=args.restarted)
+        return learn(args.config, args.overrides, store=args.store, restarted=args.restarted)
 
 
 if __name__ == "__main__":

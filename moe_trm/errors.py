@@ -8,7 +8,7 @@ from typing import TypeVar
 Checked = TypeVar("Checked")
 
 REFUSED = 2
-"""Exit status of a process that met an error which can only repeat: nobody starts it again by itself."""
+"""Exit status of a process that met an error which would only repeat, so it is not started again automatically."""
 
 
 class MoeTrmError(Exception):
@@ -40,7 +40,7 @@ class MoeTrmError(Exception):
 
     @property
     def exit_status(self) -> int:
-        """Of a process that this error ends."""
+        """Exit status of a process that this error ends."""
         return 1 if self.may_pass else REFUSED
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 from moe_trm.checkpoint.resumption import Checkpoints, RunState, folder_of
 from moe_trm.config.schema import Config, ReplayMode
@@ -142,7 +143,8 @@ def train(
         num_rows = sum(mini.num_sequences for mini in batch.mini_batches)
         measured |= reference.adapt(measured, num_rows)
         updated = update_metrics(updates)
-        noise = gradient_noise(measured, updated["optimizer/grad_norm"], num_rows / len(batch.mini_batches))
+        norm, each = updated.get("optimizer/grad_norm", math.nan), num_rows / max(1, len(batch.mini_batches))
+        noise = gradient_noise(measured, norm, each)
         metrics = {
             **batch.metrics,
             **measured,
@@ -172,17 +174,22 @@ def rescued(checkpoints: Checkpoints, step: int, learner: Learner) -> Iterator[N
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    norms = [update.grad_norm for update in updates if update.applied] or [updates[-1].grad_norm]
-    scale = updates[-1].loss_scale
-    cosines = [update.cosine for update in updates if update.cosine is not None]
-    return {
-        "optimizer/grad_norm": sum(norms) / len(norms),
-        "optimizer/lr": updates[-1].lr,
-        "optimizer/steps": float(len(updates)),
-        "optimizer/skipped": float(sum(not update.applied for update in updates)),
-        **({} if scale is None else {"optimizer/loss_scale": float(scale)}),
-        **({"optimizer/grad_cosine": sum(cosines) / len(cosines)} if cosines else {}),
+    """`optimizer/*` of a step. Updates in which nothing trained are counted (`empty`), and are no part of the rest."""
+    tried = [update for update in updates if not update.is_empty]
+    found = {
+        "optimizer/steps": float(len(tried)),
+        "optimizer/skipped": float(sum(not one.applied for one in tried)),
+        "optimizer/empty": float(len(updates) - len(tried)),
     }
+    if updates:
+        found["optimizer/lr"] = updates[-1].lr
+    if tried:
+        found["optimizer/grad_norm"] = fmean([one.grad_norm for one in tried if one.applied] or [tried[-1].grad_norm])
+    if updates and (scale := updates[-1].loss_scale) is not None:
+        found["optimizer/loss_scale"] = float(scale)
+    if cosines := [one.cosine for one in tried if one.cosine is not None]:
+        found["optimizer/grad_cosine"] = fmean(cosines)
+    return found
 
 
 def replay_metrics(report: ReplayReport) -> dict[str, float]:

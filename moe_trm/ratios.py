@@ -128,7 +128,7 @@ class LogRatios:
 
     @cached_property
     def update(self) -> Tensor:
-        # Whoever asks first may do so without gradients; the loss that asks next needs them.
+        # The first caller may need no gradients; the loss that asks next does.
         with torch.enable_grad():
             return masked_difference(self._current, self._proximal, self.mask)
 

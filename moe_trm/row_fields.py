@@ -49,7 +49,7 @@ class RowFields:
 
 
 BY_ROW: Mapping[str, bool] = {each.name: each.metadata["by_row"] for each in fields(RowFields)}
-"""Of each field: whether it is by row."""
+"""Whether each field has one entry for each row."""
 
 GATHERED = tuple(each.name for each in fields(RowFields) if not each.metadata["of_pass"])
 """Fields that travel between ranks where a whole minibatch is looked at."""

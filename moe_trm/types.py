@@ -321,7 +321,7 @@ class TokenBatch:
             offsets; None in `off` mode.
         kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
             recorded.
-        sample_ids: `RolloutRecord.row_id` of each of the B rows, -1 on padding rows; empty where nobody names them.
+        sample_ids: `RolloutRecord.row_id` of each of the B rows, -1 on padding rows; empty where they are not named.
         sample_tokens: `[B]` int64 scored tokens of all rows of each row's sample, 0 on padding rows; None where every
             row is a whole sample.
         row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.

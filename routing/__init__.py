@@ -11,7 +11,7 @@ from routing.record import RouteRecord, expert_dtype, sample_origin, token_diges
 from routing.rows import Rows
 
 API_VERSION = 2
-"""Of the public interface that docs/library.md lists. It rises when something that callers rely on changes."""
+"""Version of the public interface in docs/library.md. It rises when something that callers rely on changes."""
 __all__ = [
     "API_VERSION",
     "Columns",

@@ -16,7 +16,7 @@ from routing.record import RouteRecord
 
 
 @dataclass(frozen=True)
-class Due:
+class DueTokens:
     """Local tokens of a micro-batch, on the host.
 
     Attributes:
@@ -29,7 +29,7 @@ class Due:
     by_sample: Tensor
 
     @classmethod
-    def of(cls, lengths: Sequence[int], layout: AnyLayout, records: Sequence[RouteRecord | None] = ()) -> Due:
+    def of(cls, lengths: Sequence[int], layout: AnyLayout, records: Sequence[RouteRecord | None] = ()) -> DueTokens:
         """Of sequences with `lengths` tokens; without `records` all of these have routes."""
         due_N, free_N = due_tokens(lengths, layout), free_tokens(records, layout)
         if free_N is not None:

@@ -190,7 +190,7 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
     """Samples whose flips the batch does not explain, the worst first."""
     chance = 1 - top_k / num_experts
     layers = np.flatnonzero(flips.due.any(0))
-    # Thresholds are at least a quarter of the way to chance: mostly nobody comes near one.
+    # Thresholds are at least a quarter of the way to chance: samples rarely come near one.
     if not len(layers) or chance <= 0 or not (flips.lost > flips.due * (top_k * chance * NEAR)).any():
         return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, chance)

@@ -24,7 +24,7 @@ WRONG, UNANSWERED = range(2)
 
 
 class GateProof:
-    """Of the layers of one replayer.
+    """The gates of one replayer's layers.
 
     Args:
         layers: the attached MoE layers.

@@ -296,7 +296,7 @@ class HFReplayer:
             # What attention makes of padding may be NaN, which is close to nothing.
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula[layer] += (differs_N & running.due).sum()
-        # Of a frozen gate with an adapter the weight says nothing; whatever trains below the weights is in the logits.
+        # The weight of a frozen gate with an adapter says nothing; what trains below the weights is in the logits.
         self._has_gradient[layer] = logits.requires_grad
         if logits.requires_grad and self._gates.watches(layer):
             logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
@@ -314,7 +314,7 @@ class HFReplayer:
     def _prove_gate(self, layer: int, running: ReplayPass, weights: Tensor) -> None:
         """See `routing.gate_proof`. The weights stand in the order of the ids that were replayed."""
         gate = gate_of(self._blocks[layer])
-        # Of a gate whose hook was taken away nothing is known here; that it was not asked is counted.
+        # Nothing is known here about a gate whose hook was taken away; that it was not asked is counted.
         if (logits := self._logits.pop(layer, None)) is not None:
             with torch.no_grad():
                 formula = gate_weights(gate, logits, running.expected[layer])

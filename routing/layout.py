@@ -162,7 +162,7 @@ class Layout:
 
 @lru_cache(maxsize=4)
 def _router_index(layout: Layout) -> Tensor:
-    # Outside of inference mode, whoever asks first: a later backward may have to save it.
+    # Outside of inference mode, because a later backward may have to save it.
     with torch.inference_mode(mode=False):
         shard = layout.positions().chunk(layout.sp_size)[layout.sp_rank]
         return (shard[:, None] + layout.length * torch.arange(layout.batch)[None, :]).flatten()

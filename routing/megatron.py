@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.cut import by_layer, first_cut, rows_of_records, stacked_routes
-from routing.due import Due
+from routing.due import DueTokens
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.gate_proof import GateProof, megatron_weights
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
@@ -218,14 +218,14 @@ class MegatronReplayer:
             opened.targets, opened.expected = (
                 by_layer(routes_LNK, layers, self._device) for routes_LNK in self._cuts(source.records, layout, layers)
             )
-            due = Due.of(rows.lengths, layout, source.records)
+            due = DueTokens.of(rows.lengths, layout, source.records)
         else:
             opened.digest = batch_digest(input_ids, target_ids, valid) + layout.digest()
             if not isinstance(source, ReplayRecorded):
                 return opened
             opened.check_recorded(source.recorded, int(self.config.moe_router_topk))
             opened.targets = opened.expected = self._move(source.recorded.experts)
-            due = Due.of(rows.lengths, layout)
+            due = DueTokens.of(rows.lengths, layout)
         flips = PassFlips(
             keys_of(samples, input_ids),
             due.by_sample,

@@ -24,7 +24,7 @@ from routing.record import RouteRecord
 def locate(layout: AnyLayout) -> tuple[np.ndarray, np.ndarray]:
     """`[N]` sequence and `[N]` column of the micro-batch for each local token.
 
-    Of padded rows, local token `n` is sequence `n % B` of shard row `n // B`. Of a pack, sequences follow each other;
+    With padded rows, local token `n` is sequence `n % B` of shard row `n // B`. In a pack, sequences follow each other;
     columns behind the tokens of their sequence are alignment. A forward asks several times: the answer is not to be
     written to.
     """

@@ -31,7 +31,7 @@ class RouterScores:
 
 
 KEEP = RouterScores()
-"""Of a source whose pass keeps its scores."""
+"""For a source whose pass keeps its scores."""
 
 
 class RouterWatch:

@@ -18,7 +18,7 @@ from routing.replay_pass import ReplayPass
 
 
 class RunningPass:
-    """Of one replayer.
+    """The running pass of one replayer.
 
     Attributes:
         active: the pass inside `use`, or None.

@@ -194,7 +194,7 @@ def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
         np.add.reduceat(table[order], first, axis=0) for table in (flips.due, flips.flipped, flips.lost)
     )
     tokens, apart, expected, *_ = (np.add.reduceat(part[order], first) for part in flips.by_token)
-    # Of several runs of one sample, the one that speaks most against it.
+    # If a sample has several runs, the one that speaks most against it.
     group = np.repeat(np.arange(len(first)), np.diff([*first, len(order)]))
     best = order[np.lexsort((flips.by_token.run[order], group))][np.append(first[1:], len(order)) - 1]
     run, start, stop = (part[best] for part in flips.by_token[3:])

@@ -98,7 +98,7 @@ def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:
 
 
 def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_std: bool, _lone: Lone) -> Array:
-    # Rejected samples may leave one of a group: alone it leads nobody.
+    # Rejected samples may leave one of a group: alone, it has nothing to be compared with.
     several = Groups(group_ids).size > 1
     result = np.zeros_like(rewards)
     result[several] = estimators.pass_at_k(rewards[several], group_ids[several], normalize_std=normalize_std)

@@ -41,7 +41,8 @@ def plan_step(
     `micro_batch_tokens` see `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so
     that ranks get like numbers of tokens and micro-batches like lengths. With `packed` micro-batches get like numbers
     of tokens, and `micro_batch_tokens` counts tokens without padding (`batch.packs`). Every rank gets the same number
-    of micro-batches: the last ones may be empty.
+    of micro-batches: the last ones may be empty. No minibatch is: where samples, or prompts, are fewer than
+    `minibatches`, each of them is one.
 
     Raises:
         ControllerError: a row longer than `micro_batch_tokens`.
@@ -49,7 +50,7 @@ def plan_step(
     units = _together(rows, (lambda row: row.record.group_id) if whole_groups else (lambda row: row.record.sample_id))
     order = np.random.default_rng((seed, step)).permutation(len(units))
     plan: list[list[MiniBatch]] = [[] for _ in range(data_size)]
-    for index in range(minibatches):
+    for index in range(min(minibatches, len(units))):
         mini = [row for i in order[index::minibatches] for row in units[i]]
         mini.sort(key=lambda row: -row.record.num_tokens)
         num_tokens = sum(row.record.num_scored for row in mini)

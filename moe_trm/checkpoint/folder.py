@@ -111,7 +111,7 @@ class CheckpointFolder:
 
     def begin_after(self, step: int) -> None:
         """Make the folder, set aside the checkpoints of later steps, and remove the files of an interrupted write."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.root / ".writable").touch()
         (self.root / ".writable").unlink()
         for partial in self.root.glob("*-*.partial"):

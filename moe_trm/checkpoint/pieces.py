@@ -1,8 +1,8 @@
 """Tensors saved in parts by the ranks that hold them, and read back whole, for any parallel layout.
 
-A rank holds a box of a global tensor: its tensor-parallel share, usually all of it. Of the flattened box it holds a
-range: its share of the optimizer's state. Both are saved with the values, so a reader on any layout can assemble the
-global tensor.
+A rank holds a box of a global tensor: its tensor-parallel share, usually all of it. Its share of the optimizer's state
+is a range of the flattened box. Both are saved with the values, so a reader on any layout can assemble the global
+tensor.
 
 One safetensors file per rank. Its metadata has one JSON list under `pieces`; entry `i` describes the 1-D tensor named
 `i`.

@@ -35,7 +35,7 @@ MACHINE = {
     "batch.layout": "chosen at launch: packed where packs have been proved",
     "rollout.server.device": "chosen at launch: cuda where there is one",
 }
-"""Settings that the machine decides, and what decides, for whoever shows an `auto`."""
+"""Settings that the machine decides, and what decides, for code that shows an `auto`."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         )
     }
 )
-"""The value of an `auto` in typical cases, and its reason, for whoever explains the key."""
+"""The value of an `auto` in typical cases, and its reason, for code that explains the key."""
 
 
 def wants_routes(config: Config) -> bool:

@@ -102,7 +102,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
 
 
 def _what_was_set(data: dict[str, Any]) -> dict[str, Any]:
-    """Without its defaults, where `data` is what a run wrote: it has every setting, but nobody set them all."""
+    """Without its defaults, where `data` is what a run wrote: it has every setting, but users set few."""
     defaults = Config.model_validate({"model": {"checkpoint": ""}}).dump()
     return _difference(data, defaults) if _has_all(data, defaults) else data
 
@@ -283,7 +283,7 @@ def _undecided(data: dict[str, Any]) -> list[Problem]:
     texts = [key for key in _leaves(data) if (setting := lookup(key)) and setting.annotation in (str, str | None)]
     fix = "the comment beside it says what it was made of"
     return [
-        Problem(key, "nobody has decided this yet", got=UNSET, expected="a value", fix=fix)
+        Problem(key, "not decided yet", got=UNSET, expected="a value", fix=fix)
         for key in texts
         if _value_at(data, key) == UNSET
     ]

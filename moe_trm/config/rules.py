@@ -1,7 +1,7 @@
 """Rules between settings: combinations that cannot work are refused, settings without effect are told.
 
 Each subject has a file of its own; this one asks them all, after every `auto` has become a value (`choices.py`).
-Only values are looked at here, never files or devices: those are checked by whoever opens them.
+Only values are looked at here, never files or devices: those are checked where they are opened.
 A rule that needs the model or an installed version is in the learner's own check.
 """
 

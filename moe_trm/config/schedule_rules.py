@@ -41,7 +41,7 @@ def idle(
     )
     yield "pipeline", "stream", learner.minibatches == 1, "learner.minibatches=1: the batch is one minibatch"
     yield "pipeline", "proximal_decay", pipeline.proximal == "start", "pipeline.proximal=start averages nothing"
-    yield "pipeline", "rolling_push", len(rollout.urls) < 2, "one server has nobody to take turns with"
+    yield "pipeline", "rolling_push", len(rollout.urls) < 2, "one server has no other to take turns with"
     yield "pipeline", "rolling_push", pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"
 
 
@@ -93,7 +93,7 @@ def _rolling(rollout: RolloutConfig, pipeline: PipelineConfig) -> Iterator[Probl
     if rollout.router:
         yield Problem(
             "pipeline.rolling_push",
-            "behind a router nobody knows which server a sample reaches, so all servers get weights at the same time",
+            "behind a router it is unknown which server a sample reaches, so all servers get weights at the same time",
             got="true with rollout.router",
             expected="false, or no router",
         )
@@ -133,7 +133,7 @@ def _stream(
     advantage: AdvantageConfig,
     pipeline: PipelineConfig,
 ) -> Iterator[Problem]:
-    """Whoever needs the whole step before its first update cannot be given it in parts."""
+    """A method that needs the whole step before its first update cannot be given it in parts."""
     name = advantage.name
     if not pipeline.stream or learner.minibatches == 1:
         return
@@ -162,7 +162,7 @@ def _stream(
 def _average(
     replay: ReplayConfig, pipeline: PipelineConfig, optimizer: OptimizerConfig, kl: KlConfig, advantage: AdvantageConfig
 ) -> Iterator[Problem]:
-    """Whoever reads the anchor as the policy that trains would read the average."""
+    """A method that reads the anchor as the policy in training would read the average."""
     readers = [
         ("replay.mode=R2, which replays the routes of the anchor pass", replay.mode == "R2"),
         (f"pipeline.behavior={pipeline.behavior}", not pipeline.has_anchor_pass),

@@ -59,7 +59,7 @@ def _after_tools(evidence: Evidence) -> Tensor:
     """`[B, T]` bool, tokens of the turns after the first."""
     if evidence.turn_ids is None:
         raise ConfigError(
-            "nobody says which tokens come after a tool",
+            "it is unknown which tokens come after a tool",
             where="correction token_tis, tokens",
             got="post_tool without turn ids",
             expected="the turn of every token",

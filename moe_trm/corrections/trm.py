@@ -172,7 +172,7 @@ def _with_disagreement(
         return decision
     other = "sampled" if divergence == "exact" else "exact"
     kept = {divergence: decision.keep, other: kept_by(other)}
-    # Of two bools, the one that is more is True where the other is not.
+    # For bools, `a > b` is True where only `a` is.
     only = {
         "only_exact_keeps": kept["exact"] > kept["sampled"],
         "only_sampled_keeps": kept["sampled"] > kept["exact"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from moe_trm.doctor.checks import Check
 from moe_trm.doctor.examine import Examination, examine
 from moe_trm.doctor.preflight import load_here, smallest_world
+from moe_trm.runtime.private import Scratch
 
 SIGNS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     """0 when nothing failed, 1 otherwise."""
     config, _ = load_here(args.config, args.overrides)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="moe-trm-doctor-") as scratch:
-        folder = args.keep or Path(scratch)
+    with Scratch() as scratch:
+        folder = args.keep or scratch
         folder.mkdir(parents=True, exist_ok=True)
         found = examine(
             args.config,

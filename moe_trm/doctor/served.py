@@ -81,7 +81,7 @@ async def _geometry(backend: ServerBackend, checkpoint: str, http: EngineHttp) -
     if not (folder / "config.json").is_file():
         return Check(name, "skip", f"{folder} is not on this machine")
     theirs, ours = _read(folder), library_config(_read(Path(checkpoint)))
-    # Of a quantised checkpoint a server has to hold plain weights: pushes are.
+    # A server of a quantised checkpoint must hold plain weights, because pushes are plain.
     held = {key: theirs[key] for key in ("quantization_config",) if key in theirs}
     different = differing(library_config(theirs) | held, ours)
     if not different:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 from moe_trm.config.engines import LEARNER, short_name
 from moe_trm.doctor.preflight import load_here
 from moe_trm.evaluate.measure import Evaluation, evaluate
 from moe_trm.evaluate.subject import answering, find_target, settings_of
+from moe_trm.runtime.private import Scratch
 
 NUM_SHOWN = 3
 """Answers that are printed; all of them are in the JSON."""
@@ -34,8 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the JSON. Raises `RunError`, `ConfigError`, `CheckpointError`, `EngineError`."""
-    with tempfile.TemporaryDirectory(prefix="moe-trm-eval-") as folder:
-        scratch = Path(folder)
+    with Scratch() as scratch:
         target = find_target(args.weights, args.step, scratch)
         by = answering(target, args.config, args.by)
         path, own = settings_of(

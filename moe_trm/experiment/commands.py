@@ -122,7 +122,7 @@ def _run(
 
 
 def described(plan: ExperimentPlan, states: States, jobs: int) -> list[str]:
-    """The plan for whoever decides whether to start it."""
+    """The plan, for the user to decide whether to start it."""
     file = plan.file
     lines = [
         f"{file.name}: {len(file.arms)} arms x {len(file.seeds)} seeds = {len(plan.runs)} runs of {file.steps} steps, "

@@ -129,7 +129,7 @@ def _in_an_arm(key: str, arms: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _at_default(setting: str, value: object) -> bool:
-    """True for a setting that stands as it does where nobody sets it."""
+    """True for a setting that has the value it would have if it were never set."""
     return bool(json.loads(json.dumps(default_of(setting), default=str)) == value)
 
 

@@ -38,7 +38,7 @@ CURVES = (
     Curve("Flips between the engines", "Share of token-layers, on probe steps.", "routing/flips/engine"),
     Curve("Kept tokens", "Share that corrections let into the gradient.", "correction/kept_fraction"),
     Curve("Answer length", "Tokens, mean of the step's samples.", "response/length_mean"),
-    Curve("Entropy", "Of the policy's distribution, per token.", "policy/entropy"),
+    Curve("Entropy", "Entropy of the policy's distribution, per token.", "policy/entropy"),
     Curve("Gradient", "Norm before clipping.", "optimizer/grad_norm"),
     Curve("Seconds of a step", "Wall clock, without evaluation.", "time/step_s"),
 )

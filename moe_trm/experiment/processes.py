@@ -77,7 +77,7 @@ class RunProcess:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """No other process works on the experiment in `folder`, inside the `with`. Raises `RunError`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +124,7 @@ def run_all(
         left: the runs, of `left_to_run`; the reasons of earlier ends stay in the books.
         jobs: runs at a time.
         made_of: the processes of a run.
-        say: a line for whoever watches.
+        say: prints a line for the user.
     Returns:
         The signal that asked to stop, 0 when no run is left.
     """

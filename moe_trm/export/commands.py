@@ -13,7 +13,7 @@ from moe_trm.export.run_folder import open_run, run_around
 from moe_trm.learner.hf_form import ChangeLoss
 
 MOST_LOST = 0.5
-"""Of the change that training made, by norm: an export that loses more says so."""
+"""Share of training's change, by norm: an export that loses more says so."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ async def run_command(
     output = _Output(max_output_bytes)
     started = asyncio.ensure_future(_start(command, environment, output))
     try:
-        # It cannot be given up half-way, or nobody would end what has begun.
+        # It cannot be given up half-way, or what has begun would never be ended.
         process = await asyncio.shield(started)
     except asyncio.CancelledError:
         await _end(await started, mark)
@@ -87,7 +87,7 @@ async def _start(command: Sequence[str], environment: Mapping[str, str], output:
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
     """End the group of `process` and whatever else has its mark: asked to first, then by force."""
     try:
-        # A command that has ended by itself left nobody behind who could be asked, as a rule.
+        # A command that has ended by itself usually leaves no process behind that could be asked.
         await end_group(process.pid)
     finally:
         for stray in await asyncio.to_thread(marked, mark):

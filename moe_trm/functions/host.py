@@ -72,7 +72,7 @@ class FunctionHost:
     async def _running(self) -> Process:
         """The process, started where there is none.
 
-        Starting one cannot be cancelled half-way, or nobody would end it.
+        Starting one cannot be cancelled half-way, or it would never be ended.
         """
         if self._closed:
             raise FunctionFailed("crash", "the run is over")

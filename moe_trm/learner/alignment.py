@@ -28,12 +28,15 @@ class GradientAlignment:
 
     Args:
         limit: of the cosine, in (0, 1].
+
+    Attributes:
+        previous: p, flat, in the order of the gradients that are given; None before the first. A checkpoint holds it.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._previous: list[Tensor] = []
-        self._square = 0.0
+        self._square: float | None = None
+        self.previous: Tensor | None = None
 
     @torch.no_grad()
     def apply(self, gradients: Sequence[Tensor], inner: Inner) -> float | None:
@@ -43,21 +46,30 @@ class GradientAlignment:
         a gradient is not remembered.
         """
         square = inner(gradients, gradients)
+        if self.previous is None:
+            if math.isfinite(square) and square:
+                self.previous, self._square = torch.cat([gradient.flatten() for gradient in gradients]), square
+            return None
+        sizes = [gradient.numel() for gradient in gradients]
+        before = [flat.view_as(own) for flat, own in zip(torch.split(self.previous, sizes), gradients, strict=True)]
+        if self._square is None:
+            self._square = inner(before, before)
         if not math.isfinite(square) or square == 0:
             return None
-        if not self._previous:
-            self._previous, self._square = [gradient.clone() for gradient in gradients], square
-            return None
-        product = inner(gradients, self._previous)
+        product = inner(gradients, before)
         cosine = product / math.sqrt(square * self._square)
         share = (1 - self._limit / cosine) * product / self._square if cosine > self._limit else 0.0
-        for gradient, previous in zip(gradients, self._previous, strict=True):
+        for gradient, previous in zip(gradients, before, strict=True):
             came = gradient.clone()
             if share:
                 gradient.sub_(previous, alpha=share)
             previous.copy_(came)
         self._square = square
         return cosine
+
+    def restore(self, previous: Tensor) -> None:
+        """Go on after a gradient, as `previous` had it."""
+        self.previous, self._square = previous, None
 
 
 def alignment_of(limit: float | None) -> GradientAlignment | None:

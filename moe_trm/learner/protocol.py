@@ -50,8 +50,9 @@ class Scores:
 class UpdateResult:
     """Result of one optimizer step.
 
-    It has the gradient norm before clipping, the learning rate used, whether the step was applied (finite gradients),
-    the loss scale where the dtype needs one, and the cosine to the gradient before, where it is measured.
+    It has the gradient norm before clipping, the learning rate used, whether the step was applied, the loss scale where
+    the dtype needs one, and the cosine to the gradient before, where it is measured. Gradients that are not finite are
+    refused.
     """
 
     grad_norm: float
@@ -59,6 +60,14 @@ class UpdateResult:
     applied: bool
     loss_scale: int | None = None
     cosine: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True where nothing trained: every gradient is zero, and no step was made, no decay, and none of the schedule.
+
+        So it is where all tokens of a minibatch are rejected, or have no advantage.
+        """
+        return self.grad_norm == 0 and not self.applied
 
 
 class Learner(Resumable, Protocol):
@@ -124,7 +133,8 @@ class Learner(Resumable, Protocol):
     ) -> UpdateResult:
         """Make one optimizer step, at `lr_scale` times the scheduled learning rate.
 
-        With `entropy`, scores have the policy's entropy.
+        None is made where every gradient is zero (`UpdateResult.is_empty`). With `entropy`, scores have the policy's
+        entropy. Gradients of an earlier update that was refused half way are forgotten.
 
         `objective(i, current)` is called once for each batch on every rank. Ranks of one model that hold the same rows
         call it with the same scores; of pipeline stages only the last one's call makes the gradient. It returns the

@@ -1,7 +1,7 @@
 """Log-probs of given tokens from final hidden states, the same in every learner.
 
 Shape letters: B rows, R padded row length, C columns that the model is fed, N scored positions, H hidden size, V
-vocabulary, P planes of the output.
+vocabulary, P channels of the output.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Scoring:
         )
 
     @property
-    def planes(self) -> tuple[str, ...]:
-        """Fields of `learner.protocol.Scores` that the P planes of the output are, in order."""
+    def channels(self) -> tuple[str, ...]:
+        """Fields of `learner.protocol.Scores` that the P channels of the output are, in order."""
         present = {
             "logprobs": True,
             "log_kept_mass": self.kept_mass,
@@ -70,38 +70,40 @@ class Scoring:
         }
         return tuple(name for name, here in present.items() if here)
 
-    def scores(self, planes_PBR: Tensor) -> Scores:
-        """The planes under their names."""
-        planes = dict(zip(self.planes, planes_PBR.unbind(), strict=True))
-        return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"), planes.get("entropy"))
+    def scores(self, channels_PBR: Tensor) -> Scores:
+        """The channels under their names."""
+        channels = dict(zip(self.channels, channels_PBR.unbind(), strict=True))
+        return Scores(
+            channels["logprobs"], channels.get("log_kept_mass"), channels.get("exact_kl"), channels.get("entropy")
+        )
 
 
 def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabulary: Vocabulary = WHOLE) -> Tensor:
     """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False.
 
-    The planes are `Scoring.planes`; log-probs and entropy carry a gradient. Logits of unscored positions are never
+    The channels are `Scoring.channels`; log-probs and entropy carry a gradient. Logits of unscored positions are never
     computed. Those of scored positions are computed over the kept support only, or in chunks of tokens over the
     vocabulary. `vocabulary`: the ids of the weight's rows, where ranks share them.
     """
     hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
     kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
-    planes: dict[str, Tensor] = {}
+    channels: dict[str, Tensor] = {}
     if kept_ids is None or scoring.entropy:
         full = full_scores(hidden_NH, weight_VH, target_N, temperature, vocabulary=vocabulary, entropy=scoring.entropy)
-        planes = {"logprobs": full.logprobs} | ({} if full.entropy is None else {"entropy": full.entropy})
+        channels = {"logprobs": full.logprobs} | ({} if full.entropy is None else {"entropy": full.entropy})
     if kept_ids is not None and kept_offsets is not None:
         support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
         if scoring.kept_logprobs is None:
-            planes["logprobs"] = masked_logprobs(*support, temperature, vocabulary=vocabulary)
+            channels["logprobs"] = masked_logprobs(*support, temperature, vocabulary=vocabulary)
         else:
-            planes["logprobs"], planes["exact_kl"] = masked_logprobs_and_kl(
+            channels["logprobs"], channels["exact_kl"] = masked_logprobs_and_kl(
                 *support, scoring.kept_logprobs, temperature, vocabulary=vocabulary
             )
         if scoring.kept_mass:
-            planes["log_kept_mass"] = log_kept_mass(
+            channels["log_kept_mass"] = log_kept_mass(
                 hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, vocabulary=vocabulary
             )
-    return _spread([planes[name] for name in scoring.planes], scoring.mask)
+    return _spread([channels[name] for name in scoring.channels], scoring.mask)
 
 
 def cut_scoring(scoring: Scoring, layout: AnyLayout) -> Scoring:
@@ -128,9 +130,9 @@ def cut_scoring(scoring: Scoring, layout: AnyLayout) -> Scoring:
     )
 
 
-def whole_planes(planes_PBC: Tensor, layout: AnyLayout) -> Tensor:
+def whole_channels(channels_PBC: Tensor, layout: AnyLayout) -> Tensor:
     """Inverse of `cut_scoring` for scores: `[P, B, C]` (`[P, 1, C]` of a pack) to `[P, B, R]`, 0 elsewhere."""
-    return layout.uncut_tokens(planes_PBC.movedim(0, -1)).movedim(-1, 0) if layout.cuts else planes_PBC
+    return layout.uncut_tokens(channels_PBC.movedim(0, -1)).movedim(-1, 0) if layout.cuts else channels_PBC
 
 
 FED = ("input_ids", "target_ids", "valid", "kept_ids", "kept_offsets", "kept_logprobs")
@@ -147,6 +149,6 @@ def on_device(batch: TokenBatch, device: torch.device, *, stay: Sequence[str] = 
     return replace(batch, **moved)
 
 
-def _spread(planes_N: Sequence[Tensor], mask: Tensor) -> Tensor:
-    zeros = torch.zeros(mask.shape, dtype=planes_N[0].dtype, device=mask.device)
-    return torch.stack([zeros.masked_scatter(mask, values_N) for values_N in planes_N])
+def _spread(channels_N: Sequence[Tensor], mask: Tensor) -> Tensor:
+    zeros = torch.zeros(mask.shape, dtype=channels_N[0].dtype, device=mask.device)
+    return torch.stack([zeros.masked_scatter(mask, values_N) for values_N in channels_N])

@@ -84,18 +84,18 @@ class Snapshots:
 
         Returns the bytes of both.
         """
-        rest, own = f"{name}{_REST}", self._copy()
+        rest, own, count = f"{name}{_REST}", self._copy(), sum(1 for _ in self._parameters())
         if name not in self._held:
-            self._held[name], self._held[rest] = own, [torch.zeros_like(tensor) for tensor in own]
+            self._held[name] = own
+            self._held[rest] = [*(torch.zeros_like(tensor) for tensor in own[:count]), *own[count:]]
         else:
-            count = sum(1 for _ in self._parameters())
             high, low = self._held[name], self._held[rest]
             for average, lost, new in zip(high[:count], low[:count], own[:count], strict=True):
                 exact = average.double() + lost.double()
                 exact += share * (new.double() - exact)
                 average.copy_(exact)
                 lost.copy_(exact - average.double())
-            high[count:] = own[count:]
+            high[count:] = low[count:] = own[count:]
         self._saved |= {name, rest}
         return sum(tensor.nbytes for each in (name, rest) for tensor in self._held[each])
 

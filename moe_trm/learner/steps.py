@@ -1,27 +1,36 @@
-"""Counters of every learner's optimizer: applied steps, and the learning rate and loss scale that follow from them."""
+"""State of every learner's optimizer beside Adam's: applied steps, the learning rate and loss scale that follow from
+them, and the gradient before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from moe_trm.config.learning_rate import LearningRate
+from moe_trm.learner.alignment import GradientAlignment
 from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.protocol import UpdateResult
 
 
 class Steps:
-    """Steps under a schedule; a refused one does not advance it.
+    """Steps under a schedule; one that is refused, or that has nothing to train, does not advance it.
 
     Args:
         rate: the learning rate of each step.
         loss_scale: of a float16 model, else None.
+        alignment: of consecutive gradients, where it is measured.
 
     Attributes:
         steps: those that were applied.
     """
 
-    def __init__(self, rate: LearningRate, loss_scale: LossScale | None) -> None:
-        self._rate, self.loss_scale, self.steps = rate, loss_scale, 0
+    def __init__(
+        self, rate: LearningRate, loss_scale: LossScale | None, alignment: GradientAlignment | None = None
+    ) -> None:
+        self._rate, self.loss_scale, self._alignment, self.steps = rate, loss_scale, alignment, 0
 
     @property
     def lr(self) -> float:
@@ -29,13 +38,31 @@ class Steps:
         return self._rate.at(self.steps)
 
     def finish(self, grad_norm: float, lr: float, *, applied: bool, cosine: float | None = None) -> UpdateResult:
-        """Count a step that was tried."""
-        self.steps += int(applied)
-        used = None
-        if self.loss_scale is not None:
-            used = self.loss_scale.value
-            self.loss_scale.update(applied=applied)
-        return UpdateResult(grad_norm, lr, applied, used, cosine)
+        """Count a step that was tried. One with a gradient of zero never is: it would decay weights, no more."""
+        scale = None if self.loss_scale is None else self.loss_scale.value
+        result = UpdateResult(grad_norm, lr, applied, scale, cosine)
+        if not result.is_empty:
+            self.steps += int(applied)
+            if self.loss_scale is not None:
+                self.loss_scale.update(applied=applied)
+        return result
+
+    def _updated(self) -> Sequence[Tensor]:
+        """The tensors that this rank's optimizer updates, in the order of its gradients."""
+        return ()
+
+    def previous_gradients(self) -> dict[Tensor, Tensor]:
+        """The gradient before, flat, by the tensor that was updated with it; empty where none is remembered."""
+        if self._alignment is None or self._alignment.previous is None:
+            return {}
+        updated = self._updated()
+        parts = torch.split(self._alignment.previous, [tensor.numel() for tensor in updated])
+        return dict(zip(updated, parts, strict=True))
+
+    def remember(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Go on after `gradients`, as `previous_gradients` has them."""
+        if self._alignment is not None and gradients:
+            self._alignment.restore(torch.cat([gradients[tensor].flatten() for tensor in self._updated()]))
 
     def counters(self) -> dict[str, int]:
         """State for a checkpoint, the same on every rank."""

@@ -81,7 +81,7 @@ class LossInputs(RowFields):
 
 
 def grouped(inputs: LossInputs, name: str) -> Tensor:
-    """The prompt of each row, `[B]`, for the loss `name`. Raises `ConfigError` where nobody says it."""
+    """The prompt of each row, `[B]`, for the loss `name`. Raises `ConfigError` where it is unknown."""
     if inputs.group_ids is None:
         raise ConfigError(
             f"{name} compares the samples of a prompt",

@@ -13,7 +13,7 @@ from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 HALVINGS = 100
-"""Of the bracket around a multiplier, twelve decades wide: far below rounding."""
+"""Halvings of the bracket around a multiplier, which is twelve decades wide: this ends far below rounding."""
 
 
 @loss(aggregation="token-mean", experimental=True)

@@ -10,7 +10,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.observe.sinks import Sink
 
 HOST = "127.0.0.1"
-"""Metrics are for this machine; whoever wants them elsewhere puts a proxy with a key in front."""
+"""Metrics are for this machine; to read them elsewhere, put a proxy with a key in front."""
 
 
 class Prometheus(Sink):

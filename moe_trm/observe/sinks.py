@@ -49,7 +49,7 @@ class JsonLines(Sink):
 
     Non-finite values become null.
 
-    `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a run whose steps nobody can see
+    `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a run whose steps cannot be seen
     is stopped.
     """
 

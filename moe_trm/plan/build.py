@@ -38,7 +38,7 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumed figures that nobody measured, each with an option that replaces it.
+    """Assumed figures that were not measured, each with an option that replaces it.
 
     Attributes:
         efficiency: of servers and learner.

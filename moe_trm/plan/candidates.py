@@ -132,7 +132,7 @@ def with_parallel(config: Config, parallel: ParallelConfig) -> Config:
 
 @cache
 def megatron_version() -> str:
-    """Of the installed Megatron-Core, or the one this project pins."""
+    """Version of the installed Megatron-Core, or the one this project pins."""
     try:
         return version("megatron-core")
     except PackageNotFoundError:

@@ -13,7 +13,7 @@ from moe_trm.plan.parameters import Model
 from moe_trm.plan.speed import cache_bytes
 
 SERVER_SHARE = 0.9
-"""Of a GPU's memory that weights and cache of a server may take; the rest is its activations and graphs."""
+"""Share of a GPU's memory that a server's weights and cache may take; the rest is for activations and graphs."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Kept:
 
     @property
     def whole(self) -> float:
-        """Of the layer, without rotary angles."""
+        """Kept bytes of the layer, without rotary angles."""
         return self.outside + self.inside
 
 
@@ -83,8 +83,8 @@ def layer_kept(
     scores = int(hf["num_attention_heads"]) / t * (5 + size) if own_layers else 0.0
     if not is_moe:
         width = int(hf["intermediate_size"]) / t
-        planes = _PLANES - (frozen and "dense" not in adapted.kinds)
-        inside, gradients = size * planes * width, size * (3 * hidden / t + 2 * width)
+        copies = _COPIES - (frozen and "dense" not in adapted.kinds)
+        inside, gradients = size * copies * width, size * (3 * hidden / t + 2 * width)
         return Kept(size * hidden / t, norms + attention, inside, columns, gradients, scores)
     rows = int(hf["num_experts_per_tok"]) * learner.parallel.expert_tensor / t
     inside = _experts(hf, learner, size, rows, adapted)
@@ -97,8 +97,8 @@ def keeps_scores(learner: LearnerConfig) -> bool:
     return learner.backend == "megatron" and (learner.lora.rank > 0 or learner.transformer_engine == "off")
 
 
-_PLANES = 5
-"""Of a gated product: gate and up in one tensor (2), the activated gate, up again after its offset, their product."""
+_COPIES = 5
+"""Tensors of a gated product: gate and up in one (2), the activated gate, up again after its offset, their product."""
 
 
 def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1, *, frozen: bool = False) -> float:
@@ -114,11 +114,11 @@ def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: flo
     t, experts, top_k = learner.parallel.tensor, num_experts(hf), int(hf["num_experts_per_tok"])
     width = expert_width(hf) / learner.parallel.expert_tensor
     trains, trains_shared = (learner.lora.rank == 0 or kind in adapted.kinds for kind in ("experts", "shared experts"))
-    routed = rows * (size * (trains * int(hf["hidden_size"]) + (_PLANES + trains) * width) + 4)
+    routed = rows * (size * (trains * int(hf["hidden_size"]) + (_COPIES + trains) * width) + 4)
     # Weights as the dispatcher holds them and transposed in float32, the map as bytes and transposed, ids as int64.
     routing = (10 * experts + 28 * top_k) / t
     shared = int(hf.get("n_shared_experts") or 0) * expert_width(hf) / t
-    return routed + routing + size * (_PLANES - (not trains_shared)) * shared
+    return routed + routing + size * (_COPIES - (not trains_shared)) * shared
 
 
 def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) -> tuple[float, float]:

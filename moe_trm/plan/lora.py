@@ -1,7 +1,8 @@
 """Adapters of a model (`learner.lora`): parameters of their factors, and the parameters that they are merged into.
 
-Letters: R rank, I inputs and O outputs of a matrix. A is `[R, I]`, B `[O, R]`. Of a matrix whose rows ranks share they
-share B, and of one whose columns they share A; each has the other factor whole (`moe_trm/learner/megatron/lora.py`).
+Letters: R rank, I inputs and O outputs of a matrix. A is `[R, I]`, B `[O, R]`. Where ranks share the rows of a
+matrix they share B, where they share its columns A. Each has the other factor whole
+(`moe_trm/learner/megatron/lora.py`).
 """
 
 from __future__ import annotations

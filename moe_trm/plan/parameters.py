@@ -216,10 +216,10 @@ def elements_of(name: str, family: Family, hf: HfConfig) -> int:
         return hidden * int(hf["intermediate_size"])
     if kind == "shared experts":
         return hidden * expert_width(hf) * int(hf["n_shared_experts"])
-    planes = 2 if owner.startswith("gate_up_proj") else 1
+    matrices = 2 if owner.startswith("gate_up_proj") else 1
     if owner.endswith("_bias"):
-        return hidden if owner.startswith("down") else planes * expert_width(hf)
-    return planes * hidden * expert_width(hf)
+        return hidden if owner.startswith("down") else matrices * expert_width(hf)
+    return matrices * hidden * expert_width(hf)
 
 
 def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig) -> int:

@@ -88,7 +88,7 @@ def decode_rate(
 def anchor_passes(config: Config, older: float = 1.0) -> float:
     """Passes of log-probs alone over a batch (`moe_trm/step/anchors.py`).
 
-    One under the weights of the step's start, but not over the first minibatch where nothing is stale and nobody needs
+    One under the weights of the step's start, but not over the first minibatch where nothing is stale and nothing needs
     it. With `pipeline.behavior=snapshot` stale batches need one more for each version that sampled them.
 
     Args:

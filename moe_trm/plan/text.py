@@ -18,7 +18,7 @@ WIDTH = 80
 SHOWN = 3
 """Other layouts that are shown."""
 NEAR = 0.02
-"""Of a step's time: what younger samples may cost."""
+"""Share of a step's time that younger samples may cost."""
 
 
 def page(plan: Plan) -> str:
@@ -234,7 +234,7 @@ def settings(plan: Plan) -> list[str]:
 
 
 def chosen_mode(plan: Plan) -> Simulated:
-    """Of the modes within `NEAR` of the fastest one, the one with the youngest samples."""
+    """The mode with the youngest samples among those within `NEAR` of the fastest."""
     fastest = min(mode.timeline.step_s for mode in plan.modes)
     near = (mode for mode in plan.modes if mode.timeline.step_s <= fastest * (1 + NEAR))
     return min(near, key=lambda found: (found.mode.staleness, found.timeline.step_s))

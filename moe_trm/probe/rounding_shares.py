@@ -57,8 +57,8 @@ def rounding_shares(
 ) -> dict[str, float]:
     """`probe/quantization_k3_kl`, `probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats.
 
-    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Of a sample of rows each has its
-    standard error beside it (`_se`). Collective.
+    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Where a
+    sample of rows was scored, each has its standard error beside it (`_se`). Collective.
 
     Args:
         learner: scores once more for each rounding.

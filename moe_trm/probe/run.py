@@ -2,7 +2,7 @@
 
 native - rollout = (replayed - rollout) + (native - replayed) = numerics + routing, without remainder.
 
-Of a large batch a random sample of rows is scored (`probe.sample`). Both log-probs are of the same micro-batches, so
+From a large batch, a random sample of rows is scored (`probe.sample`). Both log-probs are of the same micro-batches, so
 that where no expert differs, they are equal to the last bit. So those with the rollout's routes are the anchors' own
 where the sample is minibatches with anchors, and a pass more where it is not.
 

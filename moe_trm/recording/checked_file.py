@@ -99,7 +99,7 @@ def _open(
 
 
 def _checksum(text: bytes, arrays: Arrays) -> str:
-    """Of the header as it was written, so that fields which a later version adds do not look like damage."""
+    """Checksum of the header as written, so that fields which a later version adds do not look like damage."""
     hasher = hashlib.blake2b(msgspec.json.encode({**msgspec.json.decode(text), "checksum": ""}), digest_size=16)
     for name in sorted(arrays):
         hasher.update(name.encode())

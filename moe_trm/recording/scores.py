@@ -79,7 +79,7 @@ class ScoredUpdate:
 
 
 class UpdateHeader(msgspec.Struct):
-    """Of one update: `[B, R]` of each micro-batch, and the rest as in `ScoredUpdate`."""
+    """Header of one update: `[B, R]` of each micro-batch, and the rest as in `ScoredUpdate`."""
 
     shapes: list[tuple[int, int]]
     num_sequences: int

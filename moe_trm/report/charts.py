@@ -98,7 +98,7 @@ SECTIONS = (
                   "Proxies, of which the course counts: power of the rows' gradients, and noise left in their mean.",
                   (("variance/total_power", "power"), ("variance/pure_noise", "noise"),
                    ("variance/signal_strength", "signal")), log=True),
-            Lines("Entropy", "Of the policy's distribution, per token.", (("policy/entropy", "entropy"),), floor=True),
+            Lines("Entropy", "The policy's entropy, per token.", (("policy/entropy", "entropy"),), floor=True),
             Lines("Distance from the reference",
                   "KL of the policy from the frozen reference, per token, two estimates.",
                   (("reference/k3_kl", "k3"), ("reference/k1_kl", "k1"))),
@@ -145,8 +145,8 @@ SECTIONS = (
                   "Share of tokens that importance weights leave effective; 1: all count alike.",
                   (("engine/rollout_is_eff_sample_size", "engine"), ("total/rollout_is_eff_sample_size", "total"))),
             Lines("Difference of probabilities",
-                  "Of one token under both policies. A proxy of total variation, which bounds the bias of token "
-                  "ratios.",
+                  "Difference for one token between both policies. It estimates total variation, which bounds the bias "
+                  "of token ratios.",
                   (("engine/probs_diff_mean", "engine, mean"), ("engine/probs_diff_p95", "engine, 95%"),
                    ("engine/probs_diff_max", "engine, largest"), ("total/probs_diff_mean", "total, mean"),
                    ("total/probs_diff_p95", "total, 95%"), ("total/probs_diff_max", "total, largest")), log=True),
@@ -261,8 +261,8 @@ SECTIONS = (
         "Time and schedule",
         (
             Stack("Seconds by phase",
-                  "Of the learner: waiting for rollouts, scoring, probing, updating, pushing weights; evaluation and "
-                  "checkpoints between steps.",
+                  "The learner's time: waiting for rollouts, scoring, probing, updating, pushing weights; evaluation "
+                  "and checkpoints between steps.",
                   (("time/wait_s", "wait"), ("time/score_s", "score"), ("time/probe_s", "probe"),
                    ("time/update_s", "update"), ("time/sync_s", "sync"), ("time/eval_s", "evaluation"),
                    ("time/checkpoint_s", "checkpoint"))),
@@ -270,7 +270,7 @@ SECTIONS = (
                   (("time/rollout_s", "sampling"), ("time/rollout_idle_s", "idle"),
                    ("time/push_s", "loading")), floor=True),
             Lines("Idle shares",
-                  "Of the learner's step, waiting for samples; of the rollout engine's time, with nothing to sample.",
+                  "Share of the learner's step without samples; share of the engine's time with nothing to sample.",
                   (("time/learner_idle_share", "learner"), ("time/rollout_idle_share", "rollout")), floor=True),
             Lines("Rollout servers", "In service; since the start: losses, recoveries, samples asked for again, and "
                   "answers whose routes a server short of cache computed again.",
@@ -281,7 +281,7 @@ SECTIONS = (
                    ("rollout/intake_losses", "replaced"), ("rollout/intake_reissued", "asked again")), floor=True),
             Lines("Batches", "Share of padding, and how much longer the fullest rank is than the mean.",
                   (("batch/padding_fraction", "padding"), ("batch/rank_imbalance", "imbalance")), floor=True),
-            Lines("Learning rate", "Of the step's last update.", (("optimizer/lr", "rate"),), floor=True),
+            Lines("Learning rate", "Rate of the step's last update.", (("optimizer/lr", "rate"),), floor=True),
             Lines("Rollout speed", "Sampled tokens per second of rollout.",
                   (("rollout/tokens_per_s", "tokens/s"),), floor=True),
         ),

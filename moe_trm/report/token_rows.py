@@ -33,7 +33,7 @@ class Transcript:
 
     @property
     def kinds(self) -> list[Kind]:
-        """Of each token: part of the prompt, sampled by the policy, or given to it later (by a tool, a template)."""
+        """Kind of each token: part of the prompt, sampled by the policy, or given later (by a tool, a template)."""
         sampled = self.row.record.sampled
         first = int(sampled.argmax()) if sampled.any() else len(sampled)
         return ["sampled" if own else "prompt" if place < first else "given" for place, own in enumerate(sampled)]

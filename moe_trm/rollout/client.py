@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,33 +21,35 @@ from zmq.sugar.context import Context
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.rollout.access import Access
 from moe_trm.rollout.batch_table import batch_of
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.rank_share import rank_share
-from moe_trm.rollout.service import ControllerReply, Request, Start
+from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
+from moe_trm.runtime.private import Scratch
 from moe_trm.runtime.shared_blocks import PlaceReader
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
+ASK_AGAIN_S = 20.0
+"""Time without an answer after which a request is sent again. Where it is still worked on, that does nothing."""
 _POLL_MS = 500
 
 
 class ControllerProcess:
-    """The controller, started by the first rank. `endpoint`, `public_key` and `key` go to the other ranks.
+    """The controller, started by the first rank. The other ranks get `access`.
 
     For ranks of one machine the socket is a file in a private folder (mode 0700), so that only this user reaches it.
     For ranks on several machines it listens on `address`, encrypted (CurveZMQ) under a key pair made for this run.
     """
 
-    def __init__(
-        self, config: Config, key: str, api_key: str | None, log_path: Path, *, address: str | None = None
-    ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="moe-trm-")
-        self.endpoint, self.public_key, secret_key = f"ipc://{self._folder.name}/controller", "", ""
+    def __init__(self, config: Config, api_key: str | None, log_path: Path, *, address: str | None = None) -> None:
+        self._folder, self._key = Scratch(), secrets.token_hex(16)
+        self._endpoint, self._public_key, secret_key = f"ipc://{self._folder.path}/controller", "", ""
         if address is not None:
             public, secret = curve_keypair()
-            self.endpoint, self.public_key, secret_key = _free_endpoint(address), public.decode(), secret.decode()
+            self._endpoint, self._public_key, secret_key = _free_endpoint(address), public.decode(), secret.decode()
         self._log_path = log_path
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -61,9 +64,16 @@ class ControllerProcess:
                 start_new_session=True,
             )
         assert self._process.stdin is not None
-        start = Start(self.endpoint, key, config.model_dump(mode="json"), api_key, secret_key)
+        start = Start(self._endpoint, self._key, config.model_dump(mode="json"), api_key, secret_key)
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.close()
+
+    def access(self, attempt: str, pushes: Scratch | None) -> Access:
+        """What a rank needs in this attempt: to reach it, and the folder of the weight pushes."""
+        folder = "" if pushes is None else str(pushes.path.absolute())
+        return Access(
+            attempt=attempt, endpoint=self._endpoint, key=self._key, public_key=self._public_key, pushes=folder
+        )
 
     def check(self) -> None:
         """Raise `ControllerError` with the end of its log when the process is gone."""
@@ -83,7 +93,7 @@ class ControllerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def _free_endpoint(address: str) -> str:
@@ -120,10 +130,14 @@ class RolloutClient:
         watch: Callable[[tuple[ServerState, ...]], None] | None = None,
     ) -> None:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
-        self._watch, self._looks, self._lost = watch, 0, False
+        self._watch, self._look, self._lost = watch, 0, False
+        self._number, self._asked, self._since = 0, list[bytes | memoryview](), 0.0
         self._same_machine = endpoint.startswith("ipc:")
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
+        # Its name stays when its connection is lost, so that the answer finds it.
+        self._socket.setsockopt(SocketOption.ROUTING_ID, secrets.token_hex(16).encode())
+        keep_alive(self._socket)
         if public_key:
             own_public_key, own_secret_key = curve_keypair()
             self._socket.setsockopt(SocketOption.CURVE_PUBLICKEY, own_public_key)
@@ -188,28 +202,38 @@ class RolloutClient:
         return self._receive(op)
 
     def _send(self, op: str, **fields: object) -> None:
+        self._asked, self._since = self._request(op, **fields), time.monotonic()
+        self._socket.send_multipart(self._asked)
+
+    def _request(self, op: str, **fields: object) -> list[bytes | memoryview]:
         (rank, num_ranks), (data_rank, data_size) = self._ranks, self._data
+        self._number += 1
         place: dict[str, Any] = {
             "rank": rank, "num_ranks": num_ranks, "data_rank": data_rank, "data_size": data_size, **fields,
         }  # fmt: skip
-        request = Request(self._key, op, **place)
-        self._socket.send_multipart(wire.encode(request))
+        return wire.encode(Request(self._key, op, self._number, **place))
 
     def _receive(self, op: str) -> ControllerReply:
-        """The answer to `op`; the servers are looked at meanwhile, and once more after it where one was lost."""
-        looks = self._watch is not None and op != "stop"
+        """The answer to the last request; the servers are looked at meanwhile, and once more after it where one was
+        lost. What stays without an answer for long is asked again: it may have been lost on its way.
+        """
+        looks, number = self._watch is not None and op != "stop", self._number
         reply: ControllerReply | None = None
-        while reply is None or (self._looks and not reply.error):
+        while reply is None or (self._look and not reply.error):
             answer = self._next()
-            if answer is not None and answer.op == "servers":
-                self._looks -= 1
+            if answer is None and time.monotonic() - self._since > ASK_AGAIN_S:
+                self._look, self._since = 0, time.monotonic()
+                if reply is None:
+                    self._socket.send_multipart(self._asked)
+            if answer is None and looks and not self._look:
+                self._look_at_servers()
+            elif answer is not None and self._look and answer.number == self._look:
+                self._look = 0
                 self._tell(answer)
-            elif answer is not None:
+            elif answer is not None and answer.number in (number, 0) and reply is None:  # 0: it could not be read
                 reply = answer
                 if looks and self._lost:
-                    self._look()
-            elif looks and not self._looks:
-                self._look()
+                    self._look_at_servers()
         if reply.error:
             raise ControllerError(f"the controller refused '{op}'", got=reply.error, may_pass=reply.may_pass)
         return reply
@@ -224,9 +248,9 @@ class RolloutClient:
         with PlaceReader() as places:
             return wire.decode(frames, ControllerReply, places)
 
-    def _look(self) -> None:
-        self._looks += 1
-        self._send("servers")
+    def _look_at_servers(self) -> None:
+        self._socket.send_multipart(self._request("servers"))
+        self._look = self._number
 
     def _tell(self, answer: ControllerReply) -> None:
         self._lost = any(state.lost_s is not None for state in answer.servers)

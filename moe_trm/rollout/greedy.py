@@ -49,7 +49,7 @@ class GreedyBaseline:
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`. Raises `RecordRejected` (`no_greedy_answer`) where the prompt has no baseline."""
         answer = self._answer_of(prompt, group_id)
-        # Both are waited for, whatever becomes of one: a failure nobody has looked at would be reported later.
+        # Both are waited for, even if one fails: an unread failure would be reported later.
         record, greedy = await asyncio.gather(
             self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id),
             asyncio.shield(answer),

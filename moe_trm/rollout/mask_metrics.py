@@ -29,7 +29,7 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     if not recorded:
         return {}
     mask = join([mask for _, mask in recorded])
-    # Of all records at once: an operation on a short one takes as long as one on all.
+    # All records at once: an array operation on one short record takes as long as one on all of them.
     tokens, places, full, rollout = (
         np.concatenate([getattr(record, name) for record, _ in recorded])
         for name in ("tokens", "sampled", "full_logprobs", "rollout_logprobs")

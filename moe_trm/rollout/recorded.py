@@ -115,7 +115,7 @@ class BundleEngine:
         """A recording has the samples of every version."""
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
-        """A recording receives nothing: nobody would answer the senders."""
+        """A recording receives nothing: its senders would get no answer."""
         raise BundleError("a recorded run cannot receive a broadcast", got="sync.method=distributed", expected="disk")
 
     async def release_memory(self) -> None:

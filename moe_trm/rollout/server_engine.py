@@ -14,14 +14,14 @@ from pathlib import Path
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected, SyncError
-from moe_trm.rollout.intake.messages import IntakeSettings, Whole
+from moe_trm.rollout.intake.messages import IntakeSettings, WholeSample
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.servers.backend import Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp
-from moe_trm.rollout.servers.question import Question, Wanted
+from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.servers.seeds import Seeds
@@ -52,7 +52,7 @@ class ServerEngine:
         rollout, server = config.rollout, config.rollout.server
         self._backend, self.traits = backend_of(rollout.engine), rollout.traits
         self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
-        self._wanted = Wanted(
+        self._wanted = RequestedFields(
             routes=wants_routes(config),
             mask=config.keeps_masks,
             violation=config.sampling_mask.violation,
@@ -119,7 +119,7 @@ class ServerEngine:
         """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
         keep_changed = self._wanted.missing == "native"
         params = _seeded(params, self._seeds.of_sample(sample_id))
-        whole = Whole(sample_id, group_id, prompt.prompt_id, keep_changed)
+        whole = WholeSample(sample_id, group_id, prompt.prompt_id, keep_changed)
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
             reading = await self._sampled(prompt.token_ids, params, whole=whole)
@@ -147,7 +147,7 @@ class ServerEngine:
         *,
         start: int = 0,
         bare: bool = False,
-        whole: Whole | None = None,
+        whole: WholeSample | None = None,
     ) -> Reading:
         """The turn after `context`; its record, where an intake process could make that of the first answer."""
         params = params if params.seed is not None else _seeded(params, self._seeds.next())
@@ -178,7 +178,7 @@ class ServerEngine:
                 return Reading(so_far, so_far.retracted)
         raise refused
 
-    async def _read(self, question: Question, whole: Whole | None) -> Reading:
+    async def _read(self, question: Question, whole: WholeSample | None) -> Reading:
         """The checked answer to one request, read in an intake process or here."""
         intake = self._intake
         try:

@@ -36,7 +36,9 @@ PARENT_POLL_S = 1.0
 LAST_ANSWERS_S = 5.0
 """Time that requests in progress may take after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
-"""Largest message that is taken in; whoever sends a larger one is disconnected."""
+"""Largest message that is accepted; the sender of a larger one is disconnected."""
+HEARTBEAT_MS, SILENCE_MS = 5_000, 60_000
+"""Between two signs of life of a connection, and the longest time without one until it is made anew."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -59,11 +61,13 @@ class Request(msgspec.Struct, frozen=True):
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
     before the first push. `stop`: end the process.
 
-    `lends`: the rank reads shared memory of the controller's machine.
+    `lends`: the rank reads shared memory of the controller's machine. `number`: of this rank's requests; one that is
+    asked again, because its answer may be lost, keeps it.
     """
 
     key: str
     op: str
+    number: int = 0
     step: int = 0
     part: int = 0
     rank: int = 0
@@ -80,23 +84,33 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class ControllerReply(msgspec.Struct, frozen=True):
-    """`error` is empty when the request succeeded; `may_pass` as of the error. `op`: what was asked."""
+    """`error` is empty when the request succeeded; `may_pass` as of the error. `number`: of the request."""
 
     error: str = ""
     may_pass: bool = False
-    op: str = ""
+    number: int = 0
     servers: tuple[ServerState, ...] = ()
     batch: BatchTable | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
 
 
+def keep_alive(socket: zmq.Socket[Any]) -> None:
+    """Let a socket notice a connection that has died without a word, and make a new one."""
+    socket.setsockopt(SocketOption.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(SocketOption.HEARTBEAT_TIMEOUT, SILENCE_MS)
+
+
 class ControllerService:
-    """Answers the ranks. Work that all ranks ask for (a step, a push) runs once; everyone waits for the same result."""
+    """Answers the ranks. Work that all ranks ask for (a step, a push) runs once; everyone waits for the same result.
+
+    So a request that is asked again changes nothing, and gets the same answer.
+    """
 
     def __init__(self, controller: RolloutController, start: Start, checkpoint: str) -> None:
         self._controller, self._start, self._checkpoint = controller, start, checkpoint
         self._shared: dict[tuple[str, int], asyncio.Future[Any]] = {}
+        self._answering: set[tuple[bytes, int]] = set()
         self._shards: dict[int, dict[int, Request]] = {}
         self._pushed: dict[int, asyncio.Event] = {}
         self._loading: asyncio.Future[None] | None = None
@@ -107,6 +121,9 @@ class ControllerService:
         socket = zmq.asyncio.Context.instance().socket(SocketType.ROUTER)
         socket.setsockopt(SocketOption.LINGER, 1000)
         socket.setsockopt(SocketOption.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
+        keep_alive(socket)
+        # A rank whose connection was lost comes back under its name: answers go to where it is now.
+        socket.setsockopt(SocketOption.ROUTER_HANDOVER, 1)
         if self._start.secret_key:
             socket.curve_secretkey, socket.curve_server = self._start.secret_key.encode(), True
         socket.bind(self._start.endpoint)
@@ -125,7 +142,7 @@ class ControllerService:
                 received.cancel()
         orphaned.cancel()
         if pending:
-            # Whoever waits for a rank that is gone would wait for ever.
+            # Ranks that wait for one that is gone would wait for ever.
             _, waiting = await asyncio.wait(pending, timeout=LAST_ANSWERS_S)
             for task in waiting:
                 task.cancel()
@@ -139,25 +156,32 @@ class ControllerService:
         self._stop.set()
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
-        op, lend = "", None
+        number, lend = 0, None
         try:
             request = wire.decode(frames, Request)
-            op, lend = request.op, self._lend(request)
+            number, lend = request.number, self._lend(request)
             if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
                 )
             if request.op not in self._handlers:
                 raise ControllerError("unknown request", got=request.op, expected=sorted(self._handlers))
-            reply = await self._handlers[request.op](self, request)
+            if (identity, number) in self._answering:
+                return
+            self._answering.add((identity, number))
+            try:
+                reply = await self._handlers[request.op](self, request)
+            finally:
+                # Before the answer is sent: it may be lost with its connection, and is then asked for again.
+                self._answering.remove((identity, number))
         except MoeTrmError as error:
             reply = ControllerReply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass)
         except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
             traceback.print_exc()
             reply = ControllerReply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
-        named = msgspec.structs.replace(reply, op=op)
-        await socket.send_multipart([identity, *wire.encode(named, lend)], copy=False)
+        numbered = msgspec.structs.replace(reply, number=number)
+        await socket.send_multipart([identity, *wire.encode(numbered, lend)], copy=False)
 
     async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
@@ -183,13 +207,14 @@ class ControllerService:
         return place_of if request.lends and self._controller.shares_memory else None
 
     async def _push(self, request: Request) -> ControllerReply:
-        shards = self._shards.setdefault(request.version, {})
-        shards[request.rank] = request
-        complete = self._pushed.setdefault(request.version, asyncio.Event())
-        if len(shards) == request.num_ranks:
-            complete.set()
-        await complete.wait()
-        self._pushed.pop(request.version, None)
+        if ("push", request.version) not in self._shared:
+            shards = self._shards.setdefault(request.version, {})
+            shards[request.rank] = request
+            complete = self._pushed.setdefault(request.version, asyncio.Event())
+            if len(shards) == request.num_ranks:
+                complete.set()
+            await complete.wait()
+            self._pushed.pop(request.version, None)
         await self._once("push", request.version, lambda: self._start_load(request))
         return ControllerReply()
 

@@ -1,8 +1,8 @@
 """A child process that works for this one: its start, the calls that are open in it, and its end.
 
-The other end is `moe_trm.runtime.child_service`. A child that hangs is found by its pulse, a call that does by its
-limit. What a call does wrong is its own: only a process that dies or must be ended takes the others along, and they
-are told so (`ChildEnded`), so that they can be repeated.
+The other end is `moe_trm.runtime.child_service`. A `HangDetector` ends a child that hangs; a call that hangs ends at
+its limit. What a call does wrong is its own. Only a process that dies or must be ended takes its other calls along;
+they fail with `ChildEnded`, so that they can be repeated.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from moe_trm.runtime.child_messages import (
 )
 from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child
+from moe_trm.runtime.hang import HangDetector, Health, Observation, state_of
 from moe_trm.runtime.lifeline import signal_group
-from moe_trm.runtime.pulse import Health, Look, Pulse, state_of
 
 POLL_S = 0.1
 """Pause between two looks at the limits of calls."""
@@ -113,8 +113,8 @@ class Child:
         ready: the value of its `Ready`.
         limit_s: longest that a call may take.
         running: the call whose code is executed now and the second at which that began (`functions.current_call`);
-            None where nobody knows.
-        take: makes of a value what its caller gets; also of one that nobody waits for any more.
+            None where it is unknown.
+        take: makes of a value what its caller gets; also of one that is no longer awaited.
 
     Attributes:
         health: `well`, `busy` (it answers late, as on a loaded machine) or `hung`.
@@ -130,13 +130,13 @@ class Child:
         take: Callable[[Any], Any] | None = None,
     ) -> None:
         self._process, self.ready, self._limit_s, self._take = process, ready, limit_s, take
-        self._running = running or _nobody
+        self._running = running or _none_running
         self.health: Health = "well"
         self.ended = asyncio.Event()
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
         self._pings = self._rounds = 0
-        self._pulse = Pulse(SILENT_LOOKS, STUCK_LOOKS)
+        self._detector = HangDetector(SILENT_LOOKS, STUCK_LOOKS)
         work = [self._receive(), self._watch(), *([self._hold_limits()] if math.isfinite(limit_s) else [])]
         self._tasks = [asyncio.create_task(each) for each in work]
 
@@ -192,7 +192,7 @@ class Child:
 
     @property
     def process_id(self) -> int:
-        """Of the operating system."""
+        """The process id that the operating system gave it."""
         return self._process.pid
 
     @property
@@ -268,7 +268,7 @@ class Child:
         if isinstance(message, Done):
             try:
                 outcome = self._take(message.value) if self._take is not None else message.value
-            except Exception as error:  # noqa: BLE001 (whoever waits for it must be told)
+            except Exception as error:  # noqa: BLE001 (its caller must be told)
                 outcome = error
         elif isinstance(message, Failed):
             outcome = CallFailed(message.problem)
@@ -339,7 +339,7 @@ class Child:
                 return
             # While a call's code runs, its limit is what counts.
             answered = self._rounds != before or self._running()[0] in self._open
-            last, self.health = self.health, self._pulse.judge(Look(answered, ticks, state))
+            last, self.health = self.health, self._detector.judge(Observation(answered, ticks, state))
             if self.health == "busy" and last == "well":
                 log.info("process %d is busy: it answers late (state %s)", self._process.pid, state)
         log.warning("process %d hangs and is ended", self._process.pid)
@@ -357,7 +357,7 @@ class Child:
             pipe.write(pack(message))
 
 
-def _nobody() -> tuple[int, float]:
+def _none_running() -> tuple[int, float]:
     return 0, 0.0
 
 

@@ -48,7 +48,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """To the child: nobody waits for this call any more."""
+    """To the child: this call is no longer awaited."""
 
     number: int
 

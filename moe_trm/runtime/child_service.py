@@ -81,7 +81,7 @@ def serve(begin: Callable[[Any], Service]) -> None:
             sink.flush()
 
     hello = from_parent(source, _DECODER)
-    if not isinstance(hello, Hello):  # whoever started this process is gone
+    if not isinstance(hello, Hello):  # the process that started this one is gone
         return
     try:
         service = begin(hello.settings)

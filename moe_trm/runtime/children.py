@@ -17,7 +17,7 @@ POLL_S = 0.05
 async def gone(process: asyncio.subprocess.Process) -> None:
     """Wait until a process that was told to end is gone, also when the waiting task is cancelled meanwhile.
 
-    Who leaves earlier leaves the loop with pipes and a child that nobody looks after. A cancellation is raised after
+    Leaving earlier would leave pipes and an unattended child in the loop. A cancellation is raised after
     the end.
     """
     waiting, cancelled = asyncio.ensure_future(process.wait()), None

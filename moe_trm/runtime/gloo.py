@@ -1,13 +1,18 @@
-"""One thread that watches the sockets of all gloo process groups of a process."""
+"""The sockets of gloo process groups: which interface they are on, and one thread that watches all of a process."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed import distributed_c10d
+
+LOOPBACK: Mapping[str, str] = MappingProxyType({"GLOO_SOCKET_IFNAME": "lo"})
+"""Environment of processes that have no peers elsewhere: nobody else's machine reaches the sockets of their groups."""
 
 _Gloo: Any = distributed_c10d.ProcessGroupGloo
 

@@ -1,4 +1,4 @@
-"""Standard output and errors of a training run, which goes on when nobody reads them any more."""
+"""Standard output and errors of a training run, which goes on when their reader is gone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Arrays that several processes of one machine read where they are: blocks of an anonymous file (Linux memfd).
 
-Whoever makes a `SharedFile` hands its descriptor to the one process that writes blocks into it. Blocks stand one behind
-the other and are never written again. The maker opens a block as arrays that lie in the file itself. When the last of
-them is gone, the block's memory goes back to the system; nobody has to say so. A block outlives its writer.
+The process that makes a `SharedFile` hands its descriptor to the one process that writes blocks into it. Blocks follow
+one another and are never written again. The maker opens a block as arrays that lie in the file itself. When the last
+of them is gone, the block's memory goes back to the system by itself. A block outlives its writer.
 
 Another process that may read the maker's descriptors (the same user) copies arrays from their `Place`.
 """
@@ -59,7 +59,7 @@ class BlockWriter:
     """The writing side of one file.
 
     Args:
-        descriptor: of the file; nobody else writes to it.
+        descriptor: of the file; no other process writes to it.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -21,7 +21,7 @@ class Decision:
     none did, the rules act.
     Source: start-up rule of guides to rollout correction: run with metrics alone for some hundred steps first.
 
-    When: nobody knows yet if this pair of engines needs a correction. Costs what the rules cost.
+    When: it is not known yet whether this pair of engines needs a correction. Costs what the rules cost.
 
     Args:
         steps: `correction.decide_after`.

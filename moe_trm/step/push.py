@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Protocol
 
@@ -15,15 +14,12 @@ from moe_trm.sync.rounding import Rounding
 class Pusher(Protocol):
     """Makes the rollout engine serve the learner's weights. Every rank calls it.
 
-    Synchronously nobody returns before the push is proved. Where sampling overlaps training, ranks return when the
-    weights are in files and the push before is proved; nothing is sampled with weights that are not.
+    In a synchronous run, no rank returns before the push is proved. Where sampling overlaps training, ranks return when
+    the weights are in files and the push before is proved; nothing is sampled with weights that are not.
     """
 
     def push(self, version: int) -> None:
         """Raises `ControllerError` when this push, or the one before, could not be proved."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
 
 
 class DiskPusher:
@@ -33,7 +29,7 @@ class DiskPusher:
     Args:
         learner: owner of the weights.
         rollouts: the controller.
-        root: a folder that the engine sees too, shared memory where it can be.
+        root: a folder of this run alone that the engine sees too, shared memory where it can be.
         rounding: of the weights on their way.
     """
 
@@ -45,13 +41,10 @@ class DiskPusher:
         entries = self._learner.export_shard(directory, self._rounding.at(version))
         self._rollouts.push(version, entries, directory=directory)
 
-    def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-
 
 class BroadcastPusher:
     """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller
-    proves them.
+    proves them. The engine dissolves its groups when the controller closes.
 
     Args:
         learner: owner of the weights.
@@ -76,6 +69,3 @@ class BroadcastPusher:
                 self._sender.connect()
                 self._connected = True
             self._sender.send(self._learner.owned_tensors(), rounding)
-
-    def close(self) -> None:
-        """The engine dissolves its groups when the controller closes."""

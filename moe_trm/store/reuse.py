@@ -84,7 +84,7 @@ class ReuseBuffer:
             self._held |= {group.group_id: _Held(group, 1) for group in groups if group.kept}
 
     def metrics(self) -> dict[str, float]:
-        """Of the last draw. Empty where nothing is ever used again.
+        """Figures of the last draw. Empty where nothing is ever used again.
 
         `reuse/groups`: trained again in this step; `reuse/held`: groups that may still be; `reuse/weight_max`: the
         largest importance weight of the draw; `ledger/reused`: uses of samples beyond their first, since the start.

@@ -35,7 +35,7 @@ class Group:
 
     @cached_property
     def oldest_version(self) -> int:
-        """Of the weights that sampled its oldest token."""
+        """Version of the weights that sampled its oldest token."""
         return min(int(row.versions.min()) for record in self.kept for row in record.rows)
 
 
@@ -113,7 +113,7 @@ class GroupStore:
         return taken
 
     def take_dropped(self) -> list[Group]:
-        """Groups that were dropped whole since the last call, for whoever records the run."""
+        """Groups that were dropped whole since the last call, for the run's recording."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

@@ -13,6 +13,7 @@ Source: SGLang 0.5.23, `/init_weights_update_group`, `/begin_weight_update`, `/u
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -38,7 +39,17 @@ class Sender:
 
     def __init__(self, group: str, address: str = "127.0.0.1", engine_ranks: int = 1, timeout_s: float = 300.0) -> None:
         self._size, self._timeout = engine_ranks + 2, timedelta(seconds=timeout_s)
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        # At this address only: by itself the store listens on all interfaces.
+        with listening(address) as door:
+            port = door.getsockname()[1]
+            self._store = TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=self._timeout,
+                master_listen_fd=door.detach(),
+            )
         self.meeting = Meeting(group, address, self._store.port)
 
     def connect(self) -> None:
@@ -52,6 +63,14 @@ class Sender:
         """
         for name, tensor in tensors:
             broadcast(self._group, rounding.pushed(name, tensor))
+
+
+def listening(address: str) -> socket.socket:
+    """A socket that listens at a free port of `address`."""
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    made.bind((address, 0))
+    made.listen()
+    return made
 
 
 def announce(tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> tuple[TensorEntry, ...]:

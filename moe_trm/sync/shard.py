@@ -27,7 +27,7 @@ from moe_trm.sync.tensors import tensor_bytes
 
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}
-"""Of a push, by their names in a safetensors header."""
+"""Dtypes of a push, by their names in a safetensors header."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_BUFFERS = 512
 """Buffers of one call of the system, which takes 1,024."""

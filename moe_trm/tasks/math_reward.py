@@ -18,7 +18,7 @@ from moe_trm.tasks.reward_input import RewardInput
 STEP_S = 3
 """Limit for each of math-verify's own steps."""
 LONGEST = 400
-"""Characters of an answer that are looked at, from its end; nobody writes a final answer longer than that."""
+"""Characters of an answer that are looked at, from its end; no final answer is longer than that."""
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 

@@ -89,7 +89,7 @@ class FunctionReward:
                     await self._score(host, [one])
             else:
                 _settle(batch[0][1], rejection)
-        except Exception as error:  # noqa: BLE001 (whoever waits for the reward must be told)
+        except Exception as error:  # noqa: BLE001 (the reward's caller must be told)
             for _, result in batch:
                 _settle(result, error)
         else:

@@ -187,7 +187,7 @@ class Tokens:
     def _tokenizer_class(self) -> Any:
         """The class that the checkpoint names, if it is the general one; else transformers finds it.
 
-        Imported here: whoever never makes a tokenizer, such as a learner rank, does not wait seconds for transformers.
+        Imported here, so that a process without a tokenizer, such as a learner rank, does not wait for transformers.
         """
         if self._json("tokenizer_config.json", required=False).get("tokenizer_class") in GENERAL_CLASSES:
             from transformers import PreTrainedTokenizerFast

@@ -45,7 +45,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _custom(draft: Draft, function: str) -> dict[str, Any]:
-    """slime's own IcePop is ours. Another function is nobody's but its author's."""
+    """slime's own IcePop is ours. Any other function is its author's own."""
     if function.rpartition(".")[2] == "icepop_function" and function.startswith(("slime.", "miles.")):
         band = {"low": _float(draft, "tis-clip-low"), "high": _float(draft, "tis-clip")}
         return {"name": "icepop", "thresholds": {**band, "ratio": "merged"}}

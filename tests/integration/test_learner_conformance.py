@@ -129,8 +129,8 @@ def masked(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     full_N = everything_NV.gather(1, batch.target_ids[batch.mask][:, None])[:, 0]
     entropy_N = -(everything_NV.exp() * everything_NV).sum(-1)
     zeros = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    planes = [zeros.masked_scatter(batch.mask, values) for values in (full_N - mass_N, mass_N, full_N, entropy_N)]
-    return planes[0], planes[1], planes[2], planes[3]
+    channels = [zeros.masked_scatter(batch.mask, values) for values in (full_N - mass_N, mass_N, full_N, entropy_N)]
+    return channels[0], channels[1], channels[2], channels[3]
 
 
 def in_checkpoint_form(model: Any) -> dict[str, Tensor]:

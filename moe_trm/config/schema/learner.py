@@ -50,9 +50,8 @@ class OptimizerConfig(Section):
     """Training steps to look back, and to wait between two halvings."""
     alignment_limit: Annotated[float, Field(gt=0, le=1)] | None = None
     """Largest cosine between the gradients of two consecutive updates (`optimizer/grad_cosine`): what is along the one
-    before is scaled down to it (GAC). 1: measured alone; none: not measured. Costs a copy of the gradient. It is not in
-    checkpoints: the first update after a resumption has no gradient before it. Try 1, then 0.1 where stale samples lift
-    the cosine."""
+    before is scaled down to it (GAC). 1: measured alone; none: not measured. Costs a copy of the gradient, also in
+    checkpoints. Try 1, then 0.1 where stale samples lift the cosine."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or weight decay."""
     extra: dict[str, bool | int | float | str] = {}
@@ -83,8 +82,8 @@ class ParallelConfig(Section):
     """Model chunks per pipeline rank, which shorten the wait at both ends of a minibatch; none: one, or as many as
     `pipeline_layout` has."""
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline rank; the others share the rest evenly. Of the 61 layers of DeepSeek-V3, 16 here
-    leave 15 for each of three more ranks. Megatron's `num_layers_in_first_pipeline_stage`."""
+    """Layers of the first pipeline rank; the others share the rest evenly. With the 61 layers of DeepSeek-V3,
+    16 here leave 15 for each of three more ranks. Megatron's `num_layers_in_first_pipeline_stage`."""
     last_stage_layers: Positive | None = None
     """Layers of the last pipeline rank, likewise. Megatron's `num_layers_in_last_pipeline_stage`."""
     account_for_embedding: bool = False

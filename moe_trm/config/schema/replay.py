@@ -48,7 +48,7 @@ class ProbeConfig(Section):
     every: Count = 10
     """Steps between probes, which score one batch with native and with replayed routes; 0: never."""
     tokens: Count = 8192
-    """Scored tokens that a probe looks at. Of a step with more, it is a random sample of whole rows, at least 32 and
+    """Scored tokens that a probe looks at. In a step with more, it is a random sample of whole rows, at least 32 and
     as many as are expected to hold these; figures then have a standard error (`_se`). They are the step's last
     minibatches where these hold little more, else drawn. The same rows are taken after a resumption. 0: all rows."""
     thorough_every: Positive = 4

@@ -18,7 +18,7 @@ from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.state import DeepSpeedState
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.protocol import Scores, UpdateResult
-from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_planes
+from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_channels
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.types import TokenBatch
 from routing.hf import HFReplayer
@@ -98,10 +98,18 @@ class DeepSpeedLearner(LearnerBase):
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
         self._optimizer.begin()
+        trains = torch.zeros(1, device=self._device)
+
+        def note(gradient: Tensor) -> None:
+            trains.logical_or_(gradient.any())
+
         with self._snapshots.computing():
             for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
                 self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
                 current = self._forward(batch, source, scoring_of)
+                for scored in (current.logprobs, current.entropy):
+                    if scored is not None:
+                        scored.register_hook(note)  # type: ignore[no-untyped-call]
                 value = objective(index, current)
                 if not value.requires_grad:
                     # A batch without scored tokens still runs backward: the other ranks wait for its part of the
@@ -110,7 +118,8 @@ class DeepSpeedLearner(LearnerBase):
                 # ZeRO averages gradients over the ranks; the objective already carries its denominators.
                 self._engine.backward(value * self.data_size, scale_wrt_gas=False)
             self._verify(batches, sources, partial(self._look, batches))
-        return self._optimizer.step(lr_scale)
+        dist.all_reduce(trains, dist.ReduceOp.MAX)
+        return self._optimizer.step(lr_scale) if trains else self._optimizer.skip(lr_scale)
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
@@ -125,14 +134,14 @@ class DeepSpeedLearner(LearnerBase):
         inputs = layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout
         if self._replayer is None:
             check_native(source)
-            planes = self._engine(*inputs)
-            return scoring.scores(whole_planes(planes, layout))
+            channels = self._engine(*inputs)
+            return scoring.scores(whole_channels(channels, layout))
         with self._routed(self._replayer, batch, source, layout) as this_pass:
-            planes = self._engine(*inputs)
+            channels = self._engine(*inputs)
         recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
         if recorded is not None and isinstance(layout, PackedLayout):
             recorded = replace(recorded, layout=layout)
-        scores = replace(scoring.scores(whole_planes(planes, layout)), recorded=recorded)
+        scores = replace(scoring.scores(whole_channels(channels, layout)), recorded=recorded)
         if this_pass.watch is None:
             return scores
         shift = this_pass.watch.shift()

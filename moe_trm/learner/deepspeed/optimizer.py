@@ -49,6 +49,8 @@ def adamw(
 class DeepSpeedGuardedOptimizer(Steps):
     """AdamW with a schedule. It refuses non-finite gradients; a refused step does not advance the schedule.
 
+    Begin each step with `begin`, and end it with `step` or `skip`.
+
     Args:
         engine: DeepSpeed's engine, which clips by the global norm and refuses non-finite gradients on all ranks alike.
         rate: the learning rate of each step.
@@ -59,11 +61,14 @@ class DeepSpeedGuardedOptimizer(Steps):
     def __init__(
         self, engine: Any, rate: LearningRate, loss_scale: LossScale | None, alignment: GradientAlignment | None = None
     ) -> None:
-        super().__init__(rate, loss_scale)
-        self._engine, self._alignment = engine, alignment
+        super().__init__(rate, loss_scale, alignment)
+        self._engine, self._has_gradients = engine, False
 
     def begin(self) -> None:
-        """Call it before the first backward of a step."""
+        """Forget the gradients of a step that was not made."""
+        if self._has_gradients:
+            self._forget()
+        self._has_gradients = True
         if self.loss_scale is not None:
             self._engine.optimizer.loss_scale = float(self.loss_scale.value)
 
@@ -77,8 +82,28 @@ class DeepSpeedGuardedOptimizer(Steps):
             cosine = self._alignment.apply(self._gradients(), _inner)
             self._measure_again()
         self._engine.step()
+        self._has_gradients = False
         norm, applied = float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
         return self.finish(norm, lr, applied=applied, cosine=cosine)
+
+    def skip(self, lr_scale: float = 1.0) -> UpdateResult:
+        """The result of a step whose gradients are zero, which is not made."""
+        return self.finish(0.0, lr_scale * self.lr, applied=False)
+
+    def _forget(self) -> None:
+        """As DeepSpeed does where it refuses a step itself."""
+        zero = self._engine.optimizer
+        zero.zero_grad(set_to_none=True)
+        if getattr(zero, "cpu_offload", False):
+            zero.reset_cpu_buffers()
+        for collected in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+            collected.update(dict.fromkeys(collected))
+        if hasattr(zero, "all_grad_tensors"):  # of stages 1 and 2, which count from another number than stage 3
+            zero.micro_step_id = -1
+
+    def _updated(self) -> list[Tensor]:
+        flat: list[Tensor] = self._engine.optimizer.single_partition_of_fp32_groups
+        return flat
 
     def _gradients(self) -> list[Tensor]:
         """This rank's share of the gradient, reduced, which the optimizer is about to use."""

@@ -1,9 +1,10 @@
 """Training state of a DeepSpeed learner as pieces of global tensors, for any stage and number of ranks.
 
 The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
-model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older
-weights of the model itself. NAME is the parameter's name in the model of transformers. No rank gathers anything: each
-saves what its part of the optimizer updates, or what it holds.
+model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `gradient/NAME` is that of the
+update before, where the next is compared with it. `snapshot/VERSION/NAME` are older weights of the model itself. NAME
+is the parameter's name in the model of transformers. No rank gathers anything: each saves what its part of the
+optimizer updates, or what it holds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.weights import is_factor, own_partition
 from moe_trm.learner.lora.base import Identity
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS, GRADIENT = ("exp_avg", "exp_avg_sq"), "gradient"
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,14 @@ class DeepSpeedState:
     def save(self) -> tuple[list[Piece], dict[str, int]]:
         """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
         pieces = [whole(f"{_random()}/{name}", state) for name, state in _random_states().items()]
+        gradients = self._optimizer.previous_gradients()
         for name, _, fragment in self._fragments():
             if fragment is not None:
                 pieces.append(fragment.piece(f"weight/{name}", fragment.flat))
                 state = self._zero.optimizer.state.get(fragment.flat, {})
                 pieces += [fragment.piece(f"{kind}/{name}", state[kind]) for kind in MOMENTS if kind in state]
+                if fragment.flat in gradients:
+                    pieces.append(fragment.piece(f"{GRADIENT}/{name}", gradients[fragment.flat]))
         return pieces, self._optimizer.counters() | (self._identity.counters() if self._identity else {})
 
     @torch.no_grad()
@@ -86,7 +90,7 @@ class DeepSpeedState:
         """
         if self._identity is not None:
             self._identity.check(counters)
-        steps = counters["optimizer_steps"]
+        steps, gradients = counters["optimizer_steps"], dict[Tensor, Tensor]()
         for name, parameter, fragment in self._fragments():
             weight = reader.read(f"weight/{name}", _shape(parameter)).flatten()
             _set_weight(parameter, weight)
@@ -98,7 +102,11 @@ class DeepSpeedState:
                 state = self._moments(fragment.flat, steps)
                 for kind in MOMENTS:
                     fragment.of(state[kind]).copy_(reader.read(f"{kind}/{name}", fragment.shape).flatten()[part])
+            if f"{GRADIENT}/{name}" in reader:
+                gradient = gradients.setdefault(fragment.flat, torch.zeros_like(fragment.flat.detach()))
+                fragment.of(gradient).copy_(reader.read(f"{GRADIENT}/{name}", fragment.shape).flatten()[part])
         self._optimizer.restore(counters)
+        self._optimizer.remember(gradients)
         if f"{_random()}/torch" in reader:
             prefix = f"{_random()}/"
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})

@@ -66,7 +66,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     if wanted is not None:
         adapters = add_adapters(chunks, hf, wanted)
         identity = Identity(base_checksum(base_parts(chunks, hf), device), wanted.lora)
-    # Alone a rank would copy its gradients and weights to share them with nobody.
+    # A single rank would copy its gradients and weights without sharing them.
     is_alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
     is_distributed = config.learner.distributed_optimizer and not is_alone
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)

@@ -45,9 +45,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         inner_PF = self._activated(_products(permuted_local_hidden_states, counts, first), permuted_probs)
         return _products(inner_PF, counts, second), None
 
-    def _activated(self, planes_P2F: Tensor, probs_P: Tensor) -> Tensor:
+    def _activated(self, channels_P2F: Tensor, probs_P: Tensor) -> Tensor:
         """The same operations as in Megatron's `MLP`, in the same order, so that they round alike."""
-        gate_PF, up_PF = planes_P2F.chunk(2, dim=-1)
+        gate_PF, up_PF = channels_P2F.chunk(2, dim=-1)
         if (limit := self.config.activation_func_clamp_value) is not None:
             gate_PF, up_PF = gate_PF.clamp(max=limit), up_PF.clamp(min=-limit, max=limit)
         inner_PF: Tensor = self.config.activation_func(gate_PF) * (up_PF + self.config.glu_linear_offset)

@@ -1,6 +1,6 @@
 """The Megatron-Core learner: scores micro-batches and applies optimizer steps.
 
-Shape letters: B rows, R padded row length, C columns of this rank, P planes of scores.
+Shape letters: B rows, R padded row length, C columns of this rank, P channels of scores.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class MegatronLearner(LearnerBase):
         self._train(False)
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
-            planes, kept = self._schedule.run(batches, sources, scoring_of)
+            channels, kept = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
         return [
             replace(scoring_of(batch).scores(scored), recorded=routed.recorded, router=routed.scores)
-            for batch, scored, routed in zip(batches, planes, kept, strict=True)
+            for batch, scored, routed in zip(batches, channels, kept, strict=True)
         ]
 
     def update(
@@ -114,8 +114,8 @@ class MegatronLearner(LearnerBase):
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
 
-        def loss(index: int, planes_PBR: Tensor, router_shift: Tensor | None = None) -> Tensor:
-            scores = scoring_of(batches[index]).scores(planes_PBR)
+        def loss(index: int, channels_PBR: Tensor, router_shift: Tensor | None = None) -> Tensor:
+            scores = scoring_of(batches[index]).scores(channels_PBR)
             return objective(index, replace(scores, router_shift=router_shift))
 
         self._train(True)
@@ -123,12 +123,12 @@ class MegatronLearner(LearnerBase):
             self._optimizer.zero_grad()
         self._has_gradients = True
         with self._snapshots.computing():
-            planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
+            channels, _ = self._schedule.run(batches, sources, scoring_of, loss)
             if not self._parts.on_last_stage:
                 # The gradient came from the last stage; what an objective counts and remembers has to be the same on
                 # all of them.
                 with torch.no_grad():
-                    for index, scored in enumerate(planes):
+                    for index, scored in enumerate(channels):
                         loss(index, scored)
             self._verify(batches, sources, partial(self._look, batches))
         result = self._optimizer.step(lr_scale)

@@ -45,7 +45,7 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole factor."""
+        """Shape of the whole factor."""
         shape = list(self.parameter.shape)
         if self.dim is not None:
             shape[self.dim] *= tensor_group(self.base).size()

@@ -105,9 +105,8 @@ class MegatronGuardedOptimizer(Steps):
         distributed: bool,
         factors: Sequence[Factor] = (),
     ) -> None:
-        super().__init__(rate, loss_scale)
-        self._wrapped = wrapped
-        self._alignment, self._max_norm = alignment_of(settings.alignment_limit), settings.max_grad_norm
+        super().__init__(rate, loss_scale, alignment_of(settings.alignment_limit))
+        self._wrapped, self._max_norm = wrapped, settings.max_grad_norm
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed),
             list(wrapped),
@@ -123,7 +122,7 @@ class MegatronGuardedOptimizer(Steps):
         self.megatron.zero_grad()
 
     def step(self, lr_scale: float = 1.0) -> UpdateResult:
-        """Clip by the global norm and apply, unless the norm is not finite. Gradients must be reduced already."""
+        """Clip by the global norm and apply, unless it is 0 or not finite. Gradients must be reduced already."""
         if self.loss_scale is not None:
             for chunk in self._wrapped:
                 chunk.scale_gradients(1 / self.loss_scale.value)
@@ -132,7 +131,7 @@ class MegatronGuardedOptimizer(Steps):
         cosine = None if self._alignment is None else self._alignment.apply(self._gradients(), self._inner)
         norm, lr = self._norm(), lr_scale * self.lr
         applied = False
-        if math.isfinite(norm):
+        if math.isfinite(norm) and norm:
             for group in self.megatron.param_groups:
                 group["lr"] = lr * group["lr_mult"]
             self._clip(norm)
@@ -140,7 +139,7 @@ class MegatronGuardedOptimizer(Steps):
         return self.finish(norm, lr, applied=applied, cosine=cosine)
 
     def _norm(self) -> float:
-        """Of the gradient of the whole model, each parameter once. On a CPU Megatron makes calls for each tensor."""
+        """Norm of the whole model's gradient, each parameter once. On a CPU, Megatron calls once for each tensor."""
         if self._device.type != "cpu":
             return float(self.megatron.get_grad_norm())
         total = 0.0
@@ -158,6 +157,9 @@ class MegatronGuardedOptimizer(Steps):
         share = self._max_norm / (norm + 1e-6)
         if self._max_norm > 0 and share < 1 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, share)
+
+    def _updated(self) -> list[Tensor]:
+        return [tensor for part in self._parts for tensor in part.get_parameters()]
 
     def _gradients(self) -> list[Tensor]:
         """This rank's gradients, which the optimizer is about to use."""

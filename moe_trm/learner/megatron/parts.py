@@ -1,6 +1,6 @@
 """This rank among those that hold parts of the same rows: column slices, matrix shards, pipeline stages.
 
-Shape letters: B rows, R columns of a micro-batch, C columns that this rank feeds to the model, P planes of scores.
+Shape letters: B rows, R columns of a micro-batch, C columns that this rank feeds to the model, P channels of scores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
-from moe_trm.learner.scoring import whole_planes
+from moe_trm.learner.scoring import whole_channels
 from moe_trm.types import TokenBatch
 from routing.layout import Layout, padding_multiple
 from routing.packed_layout import AnyLayout, PackedLayout
@@ -75,27 +75,27 @@ class Parts:
             return known
         return Layout(rows, length, *ranks)
 
-    def whole_rows(self, planes_PBC: Tensor, layout: AnyLayout) -> Tensor:
+    def whole_rows(self, channels_PBC: Tensor, layout: AnyLayout) -> Tensor:
         """`[P, B, C]` scores of this rank's columns (`[P, 1, C]` of a pack) -> `[P, B, R]`, the same bits everywhere.
 
         The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients
         of parameters are summed over the ranks.
         """
-        planes_PBR = whole_planes(planes_PBC, layout)
+        channels_PBR = whole_channels(channels_PBC, layout)
         if layout.cp_size == 1:
-            return planes_PBR
-        return _WithOthers.apply(planes_PBR, self._slices[1])  # type: ignore[no-untyped-call, no-any-return]
+            return channels_PBR
+        return _WithOthers.apply(channels_PBR, self._slices[1])  # type: ignore[no-untyped-call, no-any-return]
 
     def from_last_stage(
-        self, planes: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], device: torch.device
+        self, channels: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], device: torch.device
     ) -> list[Tensor]:
-        """The planes that the last stage computed, of the given shapes, on every stage. Collective over the stages."""
+        """The channels that the last stage computed, of the given shapes, on every stage. Collective over stages."""
         if self._stages.size() == 1:
-            return list(planes)
+            return list(channels)
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.empty(sum(sizes), device=device)
         if self.on_last_stage:
-            flat = torch.cat([plane.flatten() for plane in planes])
+            flat = torch.cat([channel.flatten() for channel in channels])
         dist.broadcast(flat, group=self._stages, group_src=self._stages.size() - 1)
         return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 

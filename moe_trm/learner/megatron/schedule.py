@@ -1,6 +1,6 @@
 """Micro-batches through this rank's part of the model, in Megatron's own schedule, forward only or with backward.
 
-Shape letters: B rows, R padded row length, C columns of this rank, P planes of scores.
+Shape letters: B rows, R padded row length, C columns of this rank, P channels of scores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from routing.router_shift import RouterScores
 
 ScoringOf = Callable[[TokenBatch], Scoring]
 Loss = Callable[[int, Tensor, Tensor | None], Tensor]
-"""The loss of a micro-batch from its number, its `[P, B, R]` planes and the shift of its routers `[B, R]`, if asked."""
+"""The loss of a micro-batch from its number, its `[P, B, R]` channels and its routers' shift `[B, R]`, if asked."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Schedule:
     ) -> tuple[list[Tensor], list[Routed]]:
         """All micro-batches, backward too when there is a `loss`, which only the last stage calls.
 
-        Returns the planes of each micro-batch, without gradient and on every rank, and what was to be kept of this
+        Returns the channels of each micro-batch, without gradient and on every rank, and what was to be kept of this
         rank's routers.
         """
         assert len(batches) == len(sources), "one route source per micro-batch"
@@ -99,8 +99,8 @@ class Schedule:
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
         )
-        shapes = [(len(scoring_of(batch).planes), *batch.input_ids.shape) for batch in batches]
-        scored = self._parts.from_last_stage([step.planes[i] for i in sorted(step.planes)], shapes, self._device)
+        shapes = [(len(scoring_of(batch).channels), *batch.input_ids.shape) for batch in batches]
+        scored = self._parts.from_last_stage([step.channels[i] for i in sorted(step.channels)], shapes, self._device)
         return scored, [Routed(step.routes.get(number), step.scores.get(number)) for number in range(len(batches))]
 
     def _forward(
@@ -134,7 +134,7 @@ class _Step:
         device: torch.device,
     ) -> None:
         self.padded = [parts.padded(batch) for batch in batches]
-        self.planes: dict[int, Tensor] = {}
+        self.channels: dict[int, Tensor] = {}
         self._layouts: dict[int | None, AnyLayout] = {}
         self.routes: dict[int, Recorded] = {}
         self.scores: dict[int, RouterScores] = {}
@@ -174,15 +174,15 @@ class _Step:
 
     def finish(self, number: int | None, layout: AnyLayout, output: Tensor, **_non_loss_data: bool) -> Any:
         """Megatron's loss function: called with the output `[P, B, C]` of the last stage."""
-        planes = self._parts.whole_rows(output, layout)
+        channels = self._parts.whole_rows(output, layout)
         if number is not None:
-            planes = planes[..., : self._lengths[number]]
-            self.planes[number] = planes.detach()
+            channels = channels[..., : self._lengths[number]]
+            self.channels[number] = channels.detach()
         if self._loss is None:
             return None
-        value = planes.new_zeros(()) if number is None else self._loss(number, planes, self._shifts.get(number))
+        value = channels.new_zeros(()) if number is None else self._loss(number, channels, self._shifts.get(number))
         if not value.requires_grad:
             # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert
             # exchange.
-            value = value + 0.0 * planes.sum()
+            value = value + 0.0 * channels.sum()
         return value, torch.zeros((), dtype=torch.int, device=self._device), {}

@@ -1,9 +1,10 @@
 """Training state of a Megatron learner as pieces of global tensors, saved and restored on any layout.
 
 The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
-model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older
-weights of the model itself. NAME has global layer and expert numbers; of an adapter's factor it is peft's. Gate and up
-rows of one matrix are stored as `[2, rows, columns]`, because tensor parallelism cuts each of them.
+model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `gradient/NAME` is that of the
+update before, where the next is compared with it. `snapshot/VERSION/NAME` are older weights of the model itself. NAME
+has global layer and expert numbers; of an adapter's factor it is peft's. Gate and up rows of one matrix are stored as
+`[2, rows, columns]`, because tensor parallelism cuts each of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters,
 from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.policy import PolicyModel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS, GRADIENT = ("exp_avg", "exp_avg_sq"), "gradient"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class MegatronState:
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
         """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
-        masters = _masters(self._optimizer.megatron)
+        masters, gradients = _masters(self._optimizer.megatron), self._optimizer.previous_gradients()
         pieces = [whole(f"{_random(dist.get_rank())}/{name}", state) for name, state in _random_states().items()]
         for share, parameter in self._trained():
             master = masters.get(parameter)
@@ -125,6 +126,8 @@ class MegatronState:
             state = master.optimizer.state.get(master.values, {})
             pieces.append(share.piece("weight", master.values, master.start))
             pieces += [share.piece(kind, state[kind], master.start) for kind in MOMENTS if kind in state]
+            if master.values in gradients:
+                pieces.append(share.piece(GRADIENT, gradients[master.values], master.start))
         return pieces, self._optimizer.counters() | (self._identity.counters() if self._identity else {})
 
     @torch.no_grad()
@@ -136,6 +139,7 @@ class MegatronState:
         if self._identity is not None:
             self._identity.check(counters)
         steps, masters = counters["optimizer_steps"], _masters(self._optimizer.megatron)
+        gradients: dict[Tensor, Tensor] = {}
         for share, parameter in self._trained():
             master = masters.get(parameter)
             weight = share.flat("weight", reader, parameter.numel())
@@ -147,7 +151,11 @@ class MegatronState:
             if steps:
                 moments = {kind: share.flat(kind, reader, parameter.numel())[own].view(shape) for kind in MOMENTS}
                 master.set_moments({kind: value.to(master.values.device) for kind, value in moments.items()}, steps)
+            if f"{GRADIENT}/{share.name}" in reader:
+                own_gradient = share.flat(GRADIENT, reader, parameter.numel())[own]
+                gradients[master.values] = own_gradient.to(master.values.device)
         self._optimizer.restore(counters)
+        self._optimizer.remember(gradients)
         prefix = f"{_random(dist.get_rank())}/"
         if f"{prefix}torch" in reader:
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})

@@ -12,9 +12,9 @@ from moe_trm.errors import CheckpointError, RecordRejected
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.request import ChatRequest, CompletionRequest, RequestOptions, one_token_stops
-from moe_trm.rollout.agents.seam import TextAnswer, cut_at_stop
 from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.rollout.agents.tree import Context, Node, SessionTree
+from moe_trm.rollout.agents.turn_boundary import TextAnswer, cut_at_stop
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import SampledTurn, SamplingParams

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_trm.rollout.agents.messages import Message, returned, same
-from moe_trm.rollout.agents.seam import Reader, TextAnswer, find_seam
 from moe_trm.rollout.agents.template import Template, TemplateOptions
+from moe_trm.rollout.agents.turn_boundary import Reader, TextAnswer, find_boundary
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.types import Prompt, SampledTurn
 
@@ -115,10 +115,10 @@ class SessionTree:
         while node is not None:
             text = self.template.render(_with_answers(given, node), options)
             if text.startswith(node.context.text):
-                seam = find_seam(node.answer, text[len(node.context.text) :], closing, read)
-                if seam is not None:
-                    added = self.template.encode(seam.rest)
-                    return Context(node, given, text, added, rewritten=seam.rewritten, cut=node is not meant)
+                boundary = find_boundary(node.answer, text[len(node.context.text) :], closing, read)
+                if boundary is not None:
+                    added = self.template.encode(boundary.rest)
+                    return Context(node, given, text, added, rewritten=boundary.rewritten, cut=node is not meant)
             node = node.parent
         text = self.template.render(given, options)
         return Context(None, given, text, self.template.encode(text), cut=meant is not None)

@@ -27,7 +27,7 @@ class IntakeSettings(msgspec.Struct, frozen=True):
     tokenizer: str = ""
 
 
-class Whole(msgspec.Struct, frozen=True):
+class WholeSample(msgspec.Struct, frozen=True):
     """The parts that make a whole sample of an answer: the process gives its record then."""
 
     sample_id: int
@@ -41,7 +41,7 @@ class IntakeCall(msgspec.Struct, frozen=True):
 
     url: str
     question: Question
-    whole: Whole | None = None
+    whole: WholeSample | None = None
 
 
 class Parsed(msgspec.Struct, frozen=True):

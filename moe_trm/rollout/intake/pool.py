@@ -13,7 +13,7 @@ import weakref
 import msgspec
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.intake.messages import IntakeSettings, Whole
+from moe_trm.rollout.intake.messages import IntakeSettings, WholeSample
 from moe_trm.rollout.intake.process import IntakeProcess
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.servers.question import Question
@@ -50,14 +50,14 @@ class IntakePool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes that run now."""
+        """Process ids of the workers that run now."""
         return [process.child.process_id for process in self._running]
 
     def decode_with(self, checkpoint: str) -> None:
         """Processes started from now on decode whole samples with the tokenizer of this folder."""
         self._settings = msgspec.structs.replace(self._settings, tokenizer=checkpoint)
 
-    async def ask(self, url: str, question: Question, whole: Whole | None = None) -> Reading:
+    async def ask(self, url: str, question: Question, whole: WholeSample | None = None) -> Reading:
         """See `IntakeProcess.ask`.
 
         Raises `RecordRejected` (`intake_failed`) where processes end on this question again and again, and
@@ -135,7 +135,7 @@ class IntakePool:
                 self._started.discard(process)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 (whoever waits for a process must be told)
+        except BaseException as error:  # noqa: BLE001 (callers that wait for a process must be told)
             async with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()

@@ -8,7 +8,7 @@ import msgspec
 
 from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.rollout.credentials import without_key
-from moe_trm.rollout.intake.messages import IntakeCall, IntakeSettings, Parsed, Whole
+from moe_trm.rollout.intake.messages import IntakeCall, IntakeSettings, Parsed, WholeSample
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.servers.http import ERRORS
 from moe_trm.rollout.servers.question import Question
@@ -44,7 +44,7 @@ class IntakeProcess:
                 descriptor=file.descriptor,
                 startup_s=STARTUP_S,
                 environment=without_key(os.environ),
-                # Of an answer that nobody waits for any more too: else nobody gave its memory back.
+                # Also for an answer that is no longer awaited: otherwise its memory would never be given back.
                 take=lambda value: _reading(msgspec.convert(value, Parsed), file),
             )
         except NotStarted as error:
@@ -57,7 +57,7 @@ class IntakeProcess:
             ) from error
         return cls(child, file)
 
-    async def ask(self, url: str, question: Question, whole: Whole | None = None) -> Reading:
+    async def ask(self, url: str, question: Question, whole: WholeSample | None = None) -> Reading:
         """The checked answer of the server at `url`; the record of `whole`, where no push cut it.
 
         Raises `ChildEnded`, `RecordRejected`, and what `EngineHttp.request` raises.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_trm.rollout.intake.messages import Whole
+from moe_trm.rollout.intake.messages import WholeSample
 from moe_trm.rollout.servers.continuation import settled
 from moe_trm.rollout.servers.question import AnswerFormat, Question
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -35,7 +35,7 @@ class Reading:
 def read(
     body: bytes | memoryview,
     question: Question,
-    whole: Whole | None,
+    whole: WholeSample | None,
     model: ServedModel,
     tokens: Tokens | None,
     form: AnswerFormat,

@@ -19,7 +19,7 @@ class Room:
         self.taken = self.most_taken = 0
 
     async def enter(self, size: int) -> None:
-        """Return when there is room for `size` bytes, or nobody else in it."""
+        """Return when there is room for `size` bytes, or it is empty."""
         async with self._door:
             while self.taken and self.taken + size > self.size:
                 self._left.clear()

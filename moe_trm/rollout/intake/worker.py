@@ -93,7 +93,7 @@ def answer_format(name: str) -> AnswerFormat:
 
 
 def main(descriptor: int) -> None:
-    """Serve whoever holds the other ends of standard input and output."""
+    """Serve the process at the other ends of standard input and output."""
     # One connection for each request in flight.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

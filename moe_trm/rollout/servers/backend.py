@@ -18,7 +18,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, SyncError
 from moe_trm.functions.load import load_function
 from moe_trm.rollout.servers.http import EngineHttp
-from moe_trm.rollout.servers.question import AnswerFormat, Wanted
+from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
 
@@ -52,7 +52,7 @@ class Requirements:
     """
 
     model: ServedModel
-    wanted: Wanted
+    wanted: RequestedFields
     temperature: float
     dtype: str
     verify: bool

@@ -64,7 +64,7 @@ class Endpoint:
             await asyncio.wait(self._asking, timeout=timeout_s)
 
     def give_up(self) -> None:
-        """Whoever waits for an answer gets `EngineLost`."""
+        """Callers that wait for an answer get `EngineLost`."""
         for task in self._asking:
             task.cancel()
 

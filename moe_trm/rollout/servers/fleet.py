@@ -10,8 +10,8 @@ A lost server is fenced until its weights are proved again. Its samples are requ
 it is back. Only the first answer is read.
 
 Behind a router, the router chooses among the servers in service. They are then given weights at the same time, since
-nobody knows which of them a sample would reach. When one is lost, all samples in flight are requested again, since
-nobody knows which it had.
+it is unknown which of them a sample would reach. When one is lost, all samples in flight are requested again, since
+it is unknown which it had.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Fleet:
 
         It must not go on before the end. When the block fails, they are given up and asked for again.
         """
-        # Behind a router nobody knows which server a sample would reach. A server that had no weights is looked at
+        # Behind a router it is unknown which server a sample would reach. A server that had no weights is looked at
         # first, and one without its memory has no room.
         able = server.updating and server.version is not None and not server.released
         if not able or self._expected != self._version or self._router is not None or self._rolling:
@@ -226,8 +226,8 @@ class Fleet:
             self._changed.set()
 
     async def _roll(self) -> None:
-        """Each server in turn. One that was lost meanwhile is given its weights by whoever repairs it."""
-        # A run that begins has nobody who could go on.
+        """Each server in turn. One that was lost meanwhile is given its weights by the task that repairs it."""
+        # A run that begins has no other server to go on with.
         self._waiting = {server for server in self.servers if not server.fenced and server.version is not None}
         try:
             for server in self.servers:
@@ -359,7 +359,7 @@ class Fleet:
             await self._load(server)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Whoever waits for a server must not wait for a task that died."""
+        """Callers that wait for a server must not wait for a task that died."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(error)
 

@@ -16,7 +16,7 @@ FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
 
 HEADERS = {"Content-Type": "application/json"}
-"""Of every request, beside the key."""
+"""Headers of every request, beside the key."""
 MAX_ERROR_CHARACTERS = 500
 TOO_MANY_REQUESTS = 429
 MAX_ANSWER_BYTES = 2 << 30

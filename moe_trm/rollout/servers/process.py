@@ -117,7 +117,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         )
     backend, settings = backend_of(config.rollout.engine), config.rollout.server
     backend.check(config)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         held_port(settings.host, settings.port) as port,
         backend.launch(config, port, api_key, log_path.parent) as launch,
@@ -145,7 +145,7 @@ def _spawn(
     api_key: str,
 ) -> Server:
     log_begin = log_path.stat().st_size if log_path.exists() else 0
-    # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
+    # A file, not a pipe: a full pipe would stop the server whenever this process is stopped or slow.
     with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.

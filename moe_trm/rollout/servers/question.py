@@ -15,7 +15,7 @@ from moe_trm.types import SampledTurn, SamplingParams
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedFields:
     """Fields requested besides tokens and log-probs; a requested field that is missing rejects the record."""
 
     routes: bool
@@ -41,7 +41,7 @@ class Question:
 
     context: tuple[int, ...]
     params: SamplingParams
-    wanted: Wanted
+    wanted: RequestedFields
     start: int = 0
 
 

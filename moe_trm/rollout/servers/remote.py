@@ -74,7 +74,7 @@ class RemoteServer:
 
     @property
     def state(self) -> ServerState:
-        """For whoever watches the run."""
+        """Figures for the run's log and panel."""
         return (
             ServerState(self.http.url, time.monotonic() - self._fenced_at, self.why)
             if self.fenced

@@ -149,7 +149,7 @@ class Watchdog:
         return busy
 
     def _activity(self) -> Activity | None:
-        """Of the server's first process, which answers requests; None where it cannot be known."""
+        """Activity of the server's first process, which answers requests; None where it cannot be known."""
         try:
             return activity_of(self._server.process.pid)
         except OSError:

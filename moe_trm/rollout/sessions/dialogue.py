@@ -36,7 +36,7 @@ class TurnTokens(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sample: answers, and tokens in all (prompt, answers and appended tokens)."""
+    """Limits of one sample: answers, and tokens in all (prompt, answers and appended tokens)."""
 
     turns: int
     tokens: int
@@ -72,7 +72,7 @@ class Dialogue:
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the whole: `length` when a limit ended it, else that of the last answer (None)."""
+        """Why the dialogue ended: `length` at a limit, else None, and the last answer says why."""
         return "length" if self.ended else None
 
     async def __call__(self, op: str, arguments: Mapping[str, Any]) -> Any:

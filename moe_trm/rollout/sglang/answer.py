@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.parse import parse_turn
@@ -11,7 +11,7 @@ from moe_trm.types import Prompt, RolloutRecord
 
 
 def parse_answer(
-    body: bytes, prompt: Prompt, model: ServedModel, wanted: Wanted, *, sample_id: int, group_id: int
+    body: bytes, prompt: Prompt, model: ServedModel, wanted: RequestedFields, *, sample_id: int, group_id: int
 ) -> RolloutRecord:
     """The record of a sample of one answer.
 

@@ -82,7 +82,7 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4)
 def layout_of(names: frozenset[str], dtype: str) -> Layout:
-    """Of a push of `names` to an engine in `dtype`."""
+    """Layout of a push of `names` to an engine in `dtype`."""
     places = {name: engine_place(name, names) for name in names}
     parts: dict[str, list[str]] = {}
     for name in sorted(names, key=places.__getitem__):
@@ -92,7 +92,7 @@ def layout_of(names: frozenset[str], dtype: str) -> Layout:
 
 
 def _dtypes(fused: str, engine_dtype: str) -> tuple[torch.dtype, torch.dtype]:
-    """Of the engine's arithmetic, and of the tensor as it holds it."""
+    """Two dtypes: that of the engine's arithmetic, and the one in which it stores the tensor."""
     dtype = DTYPES[Rounding(engine_dtype).dtype_of(fused)]
     return dtype, DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
 

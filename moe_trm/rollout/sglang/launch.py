@@ -17,6 +17,7 @@ from moe_trm.rollout.servers.backend import Launch
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
+from moe_trm.runtime.addresses import is_loopback
 
 GRACE_S = 3.0
 """Time in which a server on GPUs may end by itself."""
@@ -35,7 +36,8 @@ def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[
         command += RANDOM_WEIGHTS if served != checkpoint else ()
         cpu = on_cpu(settings)
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
-        yield Launch(command, child_environment(os.environ, cpu), 0.0 if cpu else GRACE_S)
+        alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
+        yield Launch(command, child_environment(os.environ, cpu, alone=alone), 0.0 if cpu else GRACE_S)
 
 
 def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
@@ -86,7 +86,7 @@ def parse_turn(
     body: bytes | memoryview,
     context: Sequence[int],
     model: ServedModel,
-    wanted: Wanted,
+    wanted: RequestedFields,
     *,
     start: int = 0,
 ) -> SampledTurn:

@@ -51,14 +51,14 @@ ROUTE_DEFECTS = (
         setting="enable_hierarchical_cache",
         harmless=(False,),
         options=("--enable-hierarchical-cache", "--enable-hicache"),
-        what="rows that come back from host memory have the routes of whoever used their places last",
+        what="rows that come back from host memory have the routes of the tokens that used their places last",
         source="sglang#26975; its fix sglang#39027 is open",
     ),
     RouteDefect(
         setting="enable_lmcache",
         harmless=(False,),
         options=("--enable-lmcache",),
-        what="rows that come back from LMCache have the routes of whoever used their places last",
+        what="rows that come back from LMCache have the routes of the tokens that used their places last",
         source="as for the hierarchical cache, sglang#26975: in SGLang 0.5.23 no cache stores routes",
     ),
     RouteDefect(

@@ -110,7 +110,8 @@ def groups(
         min_lr=0.2,
     )
     decayed.export_shard(str(out / "before"), Rounding("float32"))
-    decayed.update(batches, sources, lambda i, current: 0.0 * loss(i, current))
+    # A gradient of zero would make no step.
+    decayed.update(batches, sources, lambda i, current: 1e-12 * loss(i, current))
     decayed.export_shard(str(out / "decayed"), Rounding("float32"))
     rates = [decayed.update(batches, sources, loss).lr for _ in range(4)]
     return {"grad_norm": result.grad_norm, **{f"lr.{i}": rate for i, rate in enumerate(rates)}}

@@ -31,13 +31,14 @@ def test_every_row_is_planned_exactly_once(
     rows = [TrainRow(make_record(sample_id=i, num_sampled=n)) for i, n in enumerate(lengths)]
     sizes: dict[str, Any] = {"minibatches": minibatches, "data_size": data_size, "micro_batch_rows": micro_batch_rows}
     plan = plan_step(rows, seed=0, step=step, **sizes)
-    assert len(plan) == data_size
+    assert [len(share) for share in plan] == [min(minibatches, len(rows))] * data_size
     seen = []
-    for index in range(minibatches):
+    for index in range(len(plan[0])):
         parts = [share[index] for share in plan]
         assert len({len(part.micro_batches) for part in parts}) == 1
         own = [row for part in parts for micro in part.micro_batches for row in micro.rows]
         assert {part.num_sequences for part in parts} == {len(own)}
+        assert own, "an update without a sample"
         assert {part.num_tokens for part in parts} == {sum(row.record.num_sampled for row in own)}
         assert all(len(micro.rows) <= micro_batch_rows for part in parts for micro in part.micro_batches)
         seen += [row.record.sample_id for row in own]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import cast
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launch.hosts import Host
-from launch.learner import build_pusher, remove_abandoned
+from launch.learner import build_pusher, push_folder
 from moe_trm.config.schema import Config
+from moe_trm.rollout.access import Access
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.step.push import BroadcastPusher, DiskPusher
 from tests.unit.doubles import StandInLearner
@@ -39,23 +36,24 @@ def test_with_others_the_address_is_the_one_towards_the_first_machine(
     assert host.address in ("127.0.0.1", "::1")
 
 
-def test_pushes_of_a_killed_run_are_removed_and_those_of_a_living_one_are_not(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    names = [f"moe-trm-{dead.pid}-run", f"moe-trm-{os.getpid()}-run", f"moe-trm-{dead.pid}-other", "moe-trm-x-run"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    remove_abandoned(tmp_path, "run")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
-
-
 @pytest.mark.parametrize(("engine", "kind"), [("sglang", BroadcastPusher), ("bundle", DiskPusher)])
 def test_a_recording_is_never_waited_for_by_a_broadcast(engine: str, kind: type, tmp_path: Path) -> None:
     rollout = {"engine": engine, "bundle": str(tmp_path)}
     config = Config.model_validate(
         {"model": {"checkpoint": "x"}, "rollout": rollout, "sync": {"method": "distributed", "dir": str(tmp_path)}}
     )
-    rollouts = cast(RolloutClient, None)
     host = Host(alone=True, address="127.0.0.1")
-    made = build_pusher(config, HashStore(), 0, StandInLearner(), rollouts, tmp_path, host)
+    folder = push_folder(config.sync, config.rollout, tmp_path, host)
+    pushes = "" if folder is None else str(folder.path)
+    access = Access(attempt="", endpoint="", key="", public_key="", pushes=pushes)
+    made = build_pusher(config, 0, StandInLearner(), cast(RolloutClient, None), access, host)
     assert type(made) is kind
+
+
+def test_ranks_on_several_machines_push_through_the_folder_of_the_run(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"checkpoint": "x"}})
+    folder = push_folder(config.sync, config.rollout, tmp_path, Host(alone=False, address="10.0.0.1"))
+    assert folder is not None
+    assert folder.path.parent == tmp_path
+    folder.remove()
+    assert not list(tmp_path.iterdir())

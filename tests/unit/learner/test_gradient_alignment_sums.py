@@ -86,6 +86,24 @@ def test_the_metric_is_the_mean_of_what_is_known() -> None:
     assert "optimizer/grad_cosine" not in results(None, None)
 
 
+def test_the_norm_is_the_mean_over_real_steps() -> None:
+    """An update in which nothing trained is counted apart; a refused one has a norm of no use."""
+    real, empty = UpdateResult(2.0, 0.5, True, cosine=0.1), UpdateResult(0.0, 0.5, False)
+    refused = UpdateResult(float("inf"), 0.5, False)
+    assert update_metrics([empty, real, empty, refused, real]) == {
+        "optimizer/steps": 3.0,
+        "optimizer/skipped": 1.0,
+        "optimizer/empty": 2.0,
+        "optimizer/lr": 0.5,
+        "optimizer/grad_norm": 2.0,
+        "optimizer/grad_cosine": 0.1,
+    }
+    nothing = update_metrics([empty, empty])
+    assert "optimizer/grad_norm" not in nothing
+    assert (nothing["optimizer/steps"], nothing["optimizer/skipped"], nothing["optimizer/empty"]) == (0.0, 0.0, 2.0)
+    assert update_metrics([])["optimizer/steps"] == 0.0
+
+
 def test_gradients_of_zero_3_are_refused() -> None:
     def keys(stage: int) -> list[str]:
         learner = {"backend": "deepspeed", "deepspeed": {"zero_stage": stage}}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.parse import parse_turn
 from moe_trm.tasks.tokens import Tokens
@@ -62,13 +62,13 @@ class CausalEngine(StandInEngine):
     def __init__(
         self,
         versions: Sequence[int] = (0,),
-        wanted: Wanted | None = None,
+        wanted: RequestedFields | None = None,
         *,
         skip_rows: int = 0,
         stale: bool = False,
         retractions: Sequence[int] = (0,),
     ) -> None:
-        self.versions, self.wanted = list(versions), wanted or Wanted(routes=True, mask=True)
+        self.versions, self.wanted = list(versions), wanted or RequestedFields(routes=True, mask=True)
         self.skip_rows, self.stale, self.retractions = skip_rows, stale, list(retractions)
         self.asked: list[tuple[int, int, SamplingParams]] = []
         """Context length, first row and parameters of each answer."""
@@ -108,7 +108,7 @@ class CausalEngine(StandInEngine):
                 "routed_experts": base64.b64encode(np.array(rows, "<i4").tobytes()).decode(),
             },
         }
-        wanted = Wanted(routes=False, mask=False) if bare else self.wanted
+        wanted = RequestedFields(routes=False, mask=False) if bare else self.wanted
         return parse_turn(json.dumps(body).encode(), context, MODEL, wanted, start=start)
 
 

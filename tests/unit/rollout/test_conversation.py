@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.sessions.dialogue import Dialogue, Limits
 from moe_trm.runtime.child import Refused
 from moe_trm.sampling_mask.record import SamplingMask
@@ -163,7 +163,7 @@ def test_routes_of_only_some_answers_are_refused() -> None:
     engine = CausalEngine()
     talk = dialogue(engine)
     play(talk, [("sample", (2, ""))])
-    engine.wanted = Wanted(routes=False, mask=True)
+    engine.wanted = RequestedFields(routes=False, mask=True)
     with pytest.raises(RecordRejected) as caught:
         play(talk, [("sample", (2, ""))])
     assert caught.value.reason == "route_missing"

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.types import Prompt, RolloutRecord
 
 MODEL = ServedModel("Qwen3MoeForCausalLM", vocab_size=8, num_layers=2, moe_layer_ids=(0, 1), num_experts=4, top_k=2)
 PROMPT = Prompt("p", (5, 6, 7))
-EVERYTHING = Wanted(routes=True, mask=True)
+EVERYTHING = RequestedFields(routes=True, mask=True)
 ROUTES = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[3, 1], [0, 2]], [[2, 0], [1, 3]]], "<i4")
 
 
@@ -52,7 +52,7 @@ def good() -> dict[str, Any]:
     }
 
 
-def parse(answer: object, wanted: Wanted = EVERYTHING) -> RolloutRecord:
+def parse(answer: object, wanted: RequestedFields = EVERYTHING) -> RolloutRecord:
     return parse_answer(json.dumps(answer).encode(), PROMPT, MODEL, wanted, sample_id=17, group_id=2)
 
 
@@ -75,7 +75,7 @@ def test_a_good_answer_becomes_a_record() -> None:
 
 
 def test_without_a_mask_the_policy_is_scored_over_the_vocabulary() -> None:
-    record = parse(good(), Wanted(routes=False, mask=False))
+    record = parse(good(), RequestedFields(routes=False, mask=False))
     assert record.sampling_mask is None
     assert record.routes is None
     assert np.array_equal(record.rollout_logprobs, record.full_logprobs)
@@ -84,7 +84,7 @@ def test_without_a_mask_the_policy_is_scored_over_the_vocabulary() -> None:
 def test_routes_of_before_a_weight_change_can_be_left_out() -> None:
     answer = good()
     answer["meta_info"]["weight_versions"] = SPANS
-    record = parse(answer, Wanted(routes=True, mask=False, missing="native"))
+    record = parse(answer, RequestedFields(routes=True, mask=False, missing="native"))
     assert record.versions.tolist() == [4, 5]
     assert record.routes is not None
     assert record.routes.coverage().tolist() == [False, False, False, True]
@@ -103,7 +103,7 @@ def test_of_a_retracted_answer_only_the_last_row_is_known(versions: int) -> None
         "output_token_logprobs": [[math.log(0.25), 3, None], *[[math.log(0.9), 1, None]] * 2],
         "routed_experts": payload(np.concatenate([ROUTES, ROUTES[:1]])),
     }
-    record = parse(answer, Wanted(routes=True, mask=False, missing="native"))
+    record = parse(answer, RequestedFields(routes=True, mask=False, missing="native"))
     assert record.routes is not None
     assert record.routes.coverage().tolist() == [False, False, False, False, True]
     assert np.array_equal(record.routes.experts[4], ROUTES[0])
@@ -113,9 +113,9 @@ def test_of_a_retracted_answer_only_the_last_row_is_known(versions: int) -> None
 def test_a_retraction_does_not_matter_without_routes_or_before_the_only_token() -> None:
     answer = good()
     answer["meta_info"]["num_retractions"] = 1
-    assert parse(answer, Wanted(routes=False, mask=True)).num_sampled == 2
+    assert parse(answer, RequestedFields(routes=False, mask=True)).num_sampled == 2
     del answer["meta_info"]["num_retractions"]
-    assert parse(answer, Wanted(routes=False, mask=True)).num_sampled == 2
+    assert parse(answer, RequestedFields(routes=False, mask=True)).num_sampled == 2
     one = good()
     one["output_ids"] = [3]
     one["meta_info"] |= {
@@ -124,7 +124,7 @@ def test_a_retraction_does_not_matter_without_routes_or_before_the_only_token() 
         "output_token_logprobs": [[math.log(0.25), 3, None]],
         "routed_experts": payload(ROUTES[:3]),
     }
-    record = parse(one, Wanted(routes=True, mask=False))
+    record = parse(one, RequestedFields(routes=True, mask=False))
     assert record.routes is not None
     assert record.routes.coverage().all()
 
@@ -235,7 +235,7 @@ def test_what_is_not_json_is_refused(body: bytes) -> None:
 def test_a_row_that_spans_versions_is_kept_when_routes_do_not_matter() -> None:
     answer = good()
     answer["meta_info"]["weight_versions"] = SPANS
-    assert parse(answer, Wanted(routes=False, mask=True)).versions.tolist() == [4, 5]
+    assert parse(answer, RequestedFields(routes=False, mask=True)).versions.tolist() == [4, 5]
 
 
 JSON_VALUES = st.recursive(
@@ -300,7 +300,7 @@ def with_violation() -> dict[str, Any]:
 
 
 def test_union_adds_the_sampled_token_and_renormalises() -> None:
-    record = parse(with_violation(), Wanted(routes=True, mask=True, violation="union"))
+    record = parse(with_violation(), RequestedFields(routes=True, mask=True, violation="union"))
     mask = record.sampling_mask
     assert mask is not None
     assert mask.logprobs is not None
@@ -311,7 +311,7 @@ def test_union_adds_the_sampled_token_and_renormalises() -> None:
 
 
 def test_drop_empties_the_row() -> None:
-    record = parse(with_violation(), Wanted(routes=True, mask=True, violation="drop"))
+    record = parse(with_violation(), RequestedFields(routes=True, mask=True, violation="drop"))
     mask = record.sampling_mask
     assert mask is not None
     assert (mask.ids.tolist(), mask.offsets.tolist(), mask.violations) == ([1], [0, 0, 1], 1)
@@ -324,7 +324,7 @@ def test_violations_that_cannot_be_mended_reject(violation: Literal["reject", "u
     answer = with_violation()
     answer["meta_info"] |= {"output_top_logprobs": None, "output_token_sampling_mask": [[2, 4], [5]]}
     with pytest.raises(RecordRejected) as caught:
-        parse(answer, Wanted(routes=True, mask=True, violation=violation))
+        parse(answer, RequestedFields(routes=True, mask=True, violation=violation))
     assert caught.value.reason == "mask_violation"
 
 
@@ -333,5 +333,5 @@ def test_other_faults_are_never_mended(violation: Literal["union", "drop"]) -> N
     answer = with_violation()
     set_meta(output_token_sampling_mask=[[2, 4], []], output_token_sampling_logprobs=[[HALF, HALF], []])(answer)
     with pytest.raises(RecordRejected) as caught:
-        parse(answer, Wanted(routes=True, mask=True, violation=violation))
+        parse(answer, RequestedFields(routes=True, mask=True, violation=violation))
     assert caught.value.reason == "mask_empty"

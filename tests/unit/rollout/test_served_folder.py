@@ -15,7 +15,7 @@ from moe_trm.errors import EngineError
 from moe_trm.rollout.servers.backend import Requirements
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
-from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.checks import ServerCheck
 from tests.unit.rollout.local_app import LocalApp
@@ -74,7 +74,7 @@ def test_the_temperature_is_checked_when_random_weights_are_gone() -> None:
         check = ServerCheck(
             Requirements(
                 ServedModel.from_config(HF),
-                Wanted(routes=False, mask=False),
+                RequestedFields(routes=False, mask=False),
                 temperature=0.5,
                 dtype="float32",
                 verify=True,

@@ -174,8 +174,9 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert "--enable-return-routed-experts" in cuda
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
-    assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
-    on_cpu = child_environment({"A": "1"}, cpu=True)
+    assert child_environment({"A": "1"}, cpu=False, alone=False) == {"A": "1"}
+    on_cpu = child_environment({"A": "1"}, cpu=True, alone=False)
+    assert child_environment({}, cpu=False, alone=True) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert on_cpu["TORCHDYNAMO_DISABLE"] == on_cpu["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] == "1"
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from moe_trm.config.schema.agent import AgentRows
 from moe_trm.rollout.agents.rows import SessionRows, session_rows
-from moe_trm.rollout.agents.seam import TextAnswer
 from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.rollout.agents.tree import Context, SessionTree
+from moe_trm.rollout.agents.turn_boundary import TextAnswer
 from moe_trm.types import RolloutRecord
 from tests.unit.rollout.agents.speaking_engine import turn_of
 from tests.unit.rollout.agents.templates import tokens_of

@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_trm.rollout.agents.messages import plain
 from moe_trm.rollout.agents.reader import AnswerReader
-from moe_trm.rollout.agents.seam import TextAnswer
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from moe_trm.rollout.agents.tree import Context, SessionTree
+from moe_trm.rollout.agents.turn_boundary import TextAnswer
 from tests.unit.rollout.agents import parsers
 from tests.unit.rollout.agents.speaking_engine import turn_of
 from tests.unit.rollout.agents.templates import TemplateTokens, tokens_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_trm.rollout.agents.seam import cut_at_stop
+from moe_trm.rollout.agents.turn_boundary import cut_at_stop
 from tests.unit.rollout.agents.http_client import Refusal
 from tests.unit.rollout.agents.served import TOKENS, Served, run, speaker, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine

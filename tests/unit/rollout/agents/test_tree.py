@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from moe_trm.rollout.agents.messages import BadMessageError, plain, returned, same
 from moe_trm.rollout.agents.reader import AnswerReader
-from moe_trm.rollout.agents.seam import TextAnswer
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from moe_trm.rollout.agents.tree import Node, SessionTree, conversation_of
+from moe_trm.rollout.agents.turn_boundary import TextAnswer
 from tests.unit.rollout.agents.speaking_engine import logprob, route_row, turn_of
 from tests.unit.rollout.agents.talks import Talk
 from tests.unit.rollout.agents.templates import TEMPLATES, tokens_of

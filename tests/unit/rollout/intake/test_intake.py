@@ -19,7 +19,7 @@ from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.intake.messages import IntakeSettings
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.server_engine import ServerEngine
-from moe_trm.rollout.servers.question import Question, Wanted
+from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.runtime import child as child_module
@@ -144,7 +144,7 @@ def test_errors_of_servers_reach_the_fleet_as_they_are(tmp_path: Path) -> None:
             assert all(isinstance(record, RolloutRecord) for record in records)
             assert engine.metrics()["rollout/reissued"] == 2
             assert engine._intake is not None
-            question = Question((1, 20), SamplingParams(), Wanted(routes=False, mask=False))
+            question = Question((1, 20), SamplingParams(), RequestedFields(routes=False, mask=False))
             for url, text in ((server.url + "/nowhere", "HTTP 404"), ("http://127.0.0.1:9", "not reachable")):
                 with pytest.raises(EngineError, match=text):
                     await engine._intake.ask(url, question)
@@ -241,7 +241,7 @@ def test_a_stopped_process_is_busy_first_and_replaced_when_it_hangs(
             os.kill(pool.process_ids[0], signal.SIGCONT)
             [first] = await ask
             assert engine.metrics()["rollout/intake_losses"] == 0
-            pool._running[0].child._pulse._silent_looks = 5
+            pool._running[0].child._detector._silent_looks = 5
             os.kill(pool.process_ids[0], signal.SIGSTOP)
             [second] = await sampled(engine, PROMPTS[20:21])
             assert plain(first) == plain(second)
@@ -287,7 +287,9 @@ def test_a_process_that_cannot_start_ends_the_run_with_the_reason(tmp_path: Path
                 await pool.start()
             assert caught.value.may_pass
             with pytest.raises(ControllerError, match="did not start"):
-                await pool.ask("http://127.0.0.1:9", Question((), SamplingParams(), Wanted(routes=False, mask=False)))
+                await pool.ask(
+                    "http://127.0.0.1:9", Question((), SamplingParams(), RequestedFields(routes=False, mask=False))
+                )
         finally:
             await pool.close()
 

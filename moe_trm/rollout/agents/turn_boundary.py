@@ -1,4 +1,4 @@
-"""The seam behind an answer: the text that the template puts after it, and the proof that nothing before it changed.
+"""The boundary after an answer: the text the template puts after it, and the proof that nothing before it changed.
 
 The template writes the whole conversation of a request. Its text must begin with the text that the policy was given for
 the answer. What follows must be the answer. The rest is new, and the only part that is tokenised.
@@ -39,7 +39,7 @@ class TextAnswer:
 
 
 @dataclass(frozen=True)
-class Seam:
+class TurnBoundary:
     """Text behind an answer.
 
     Attributes:
@@ -52,8 +52,8 @@ class Seam:
     rewritten: bool
 
 
-def find_seam(answer: TextAnswer, tail: str, closing: str | None, read: Reader) -> Seam | None:
-    """The seam of `answer` in `tail`, or None where the template writes another answer.
+def find_boundary(answer: TextAnswer, tail: str, closing: str | None, read: Reader) -> TurnBoundary | None:
+    """The boundary of `answer` in `tail`, or None where the template writes another answer.
 
     Args:
         answer: as it was sampled.
@@ -67,15 +67,15 @@ def find_seam(answer: TextAnswer, tail: str, closing: str | None, read: Reader) 
     known = not answer.overruns and (closing is not None or not answer.end)
     if tail.startswith(answer.body):
         if answer.end and rest.startswith(answer.end):
-            return Seam(rest.removeprefix(answer.end), rewritten=False)
+            return TurnBoundary(rest.removeprefix(answer.end), rewritten=False)
         if known and rest.startswith(closing or "") and (closing or answer.body):
-            return Seam(rest, rewritten=bool(answer.end))
+            return TurnBoundary(rest, rewritten=bool(answer.end))
     if answer.message is None:
         return None
     for mark in (answer.end, (closing or "") if known else ""):
         head, found, behind = tail.partition(mark) if mark else (tail, "", "")
         if found and _says(head, mark, answer.message, read):
-            return Seam(behind if mark == answer.end else mark + behind, rewritten=True)
+            return TurnBoundary(behind if mark == answer.end else mark + behind, rewritten=True)
     return None
 
 

@@ -18,7 +18,7 @@ WAITING = "RD"
 
 
 @dataclass(frozen=True)
-class Look:
+class Observation:
     """One look.
 
     Attributes:
@@ -32,7 +32,7 @@ class Look:
     state: str
 
 
-class Pulse:
+class HangDetector:
     """The looks at one process.
 
     Args:
@@ -45,7 +45,7 @@ class Pulse:
         self._ticks = -1
         self._silent = self._stuck = 0
 
-    def judge(self, look: Look) -> Health:
+    def judge(self, look: Observation) -> Health:
         """The judgement of this look, after those before it."""
         computed, self._ticks = look.ticks != self._ticks or look.state in WAITING, look.ticks
         self._stuck = 0 if look.answered else self._stuck + 1
