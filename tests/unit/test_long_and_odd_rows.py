@@ -100,7 +100,7 @@ def test_acceptance_against_a_loop_over_rows(seed: int) -> None:
     assert got == {name: pytest.approx(sum(whole) / len(whole)) for name, whole in classes.items()}
 
 
-def test_acceptance_by_correctness_and_turn() -> None:
+def test_acceptance_by_turn() -> None:
     seen, _ = evidence([4, 4, 4, 4])
     turns = (torch.arange(4) >= 2).int().expand(4, 4) * torch.tensor([[1], [1], [0], [0]])
     seen = replace(seen, turn_ids=turns)
@@ -108,8 +108,6 @@ def test_acceptance_by_correctness_and_turn() -> None:
     keep = whole.keep.clone()
     keep[1, 3] = False
     got = diagnostics.finalize(diagnostics.acceptance(seen, replace(whole, keep=keep)))
-    assert got["acceptance/correct"] == 0.5
-    assert got["acceptance/wrong"] == 1.0
     assert got["acceptance/multi_turn"] == 0.5
     assert got["acceptance/later_turn_tokens"] == 0.75
     assert got["acceptance/first_turn_tokens"] == 1.0

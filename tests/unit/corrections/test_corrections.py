@@ -276,11 +276,6 @@ def test_compose_of_nothing_keeps_everything(fx: WorkedExample) -> None:
     assert finished["correction/weight_eff_sample_size"] == 1.0
 
 
-def test_effective_sample_size_of_the_applied_weights(fx: WorkedExample) -> None:
-    finished = corrections.finalize(corrections.compose([corrections.get("token_tis").bind()])(fx.evidence).metrics)
-    assert finished["correction/weight_eff_sample_size"] == pytest.approx(0.927159, abs=1e-6)
-
-
 def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> None:
     """At 0.01 and 100 the sampled k2 is 10.604 both times, k3 3.615 and 94.395: a maximum of k3 passes the first."""
     scores = {}

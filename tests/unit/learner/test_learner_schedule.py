@@ -50,14 +50,6 @@ def test_a_schedule_ends_with_the_run() -> None:
         ).num_steps
         == 7
     )
-    assert (
-        learning_rate(
-            *sections_of(
-                Config.model_validate({**config, "optimizer": {"schedule": "wsd"}}), "optimizer", "learner", "train"
-            )
-        ).final_steps
-        == 6
-    )
 
 
 def optimizer(*groups: dict[str, object]) -> OptimizerConfig:
