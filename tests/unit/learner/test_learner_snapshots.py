@@ -162,11 +162,11 @@ def test_an_average_has_the_buffers_of_the_present() -> None:
     snapshots = Snapshots([model])
     for number in range(3):
         drift(model, chance)
-        model.bias.fill_(number)  # type: ignore[operator, union-attr]
+        model.bias.fill_(number)  # type: ignore[operator]
         snapshots.blend("proximal", 0.5)
-    model.bias.fill_(9)  # type: ignore[operator, union-attr]
+    model.bias.fill_(9)  # type: ignore[operator]
     with snapshots.using("proximal"):
-        assert model.bias.tolist() == [2, 2, 2]  # type: ignore[operator, union-attr]
+        assert model.bias.tolist() == [2, 2, 2]  # type: ignore[operator]
 
 
 def test_an_average_that_was_saved_goes_on_with_the_same_bits(tmp_path: Path) -> None:

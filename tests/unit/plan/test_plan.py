@@ -282,7 +282,7 @@ def test_a_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recorded_lengths_are_measured() -> None:
     lengths = recorded(str(ROOT / "tests" / "data" / "bundle-5"))
     assert lengths.basis == "measured"
-    reader = BundleReader(ROOT / "tests" / "data" / "bundle-5")
+    reader = BundleReader(str(ROOT / "tests" / "data" / "bundle-5"))
     records = [record for step in reader.steps() for record in reader.read(step)]
     assert list(lengths.values) == sorted(int(record.sampled.sum()) for record in records)
     assert lengths.prompt_tokens == pytest.approx(np.mean([(~record.sampled).sum() for record in records]))
