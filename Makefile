@@ -24,7 +24,7 @@ NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 export PYTHONDONTWRITEBYTECODE :=
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
 
-.PHONY: help install .venv quickstart quickstart-controls test test-unit test-fast test-mutants test-all lint types docs clean
+.PHONY: help install .venv quickstart quickstart-controls collapse test test-unit test-fast test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -51,6 +51,9 @@ quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing
 
 quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
 	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
+
+collapse: $(STAMP) ## a run that dies because the engines route apart, and one that lives by replay: two runs of 200 steps
+	$(QUIET_CORES) $(BIN)/python -m benchmarks.evidence.router_noise
 
 test: lint ## everything CI needs, from nothing: lint, types, tests that are not slow
 	@$(MAKE) --no-print-directory -j2 types test-fast

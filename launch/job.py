@@ -19,11 +19,16 @@ from typing import Any, Protocol
 from launch.child import Child
 from launch.rollout_process import RolloutProcess
 from launch.threads import SINGLE_THREAD
+from moe_trm.checkpoint.history import ALL_DONE, is_done, only_trainer
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
+from moe_trm.observe.run_outcome import record_failure
+from moe_trm.report.run_end import LEARNER_LOCK
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.gloo import LOOPBACK
 from moe_trm.runtime.output import outliving_readers
 
+LOCK = ".lock"
+"""File of a run's folder that `moe-trm train` holds from its checks to its end (`moe_trm.runtime.lock`)."""
 POLL_S = 0.1
 """Pause between two looks at the processes."""
 # Linux gives ports from 32768 on to programs that ask for any port, and to outgoing connections.
@@ -58,9 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`. Ctrl-C and SIGTERM before anything is started end it at once."""
-    for asked in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(asked, lambda number, _frame: sys.exit(128 + number))
+    """`moe-trm train`. Ctrl-C and SIGTERM before anything is started end it at once, with one line."""
     with outliving_readers():
         return run_job(args.config, args.overrides, args.nproc_per_node)
 
@@ -93,12 +96,26 @@ def run_job(
 
     Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
     """
-    config, _ = load_here(config_path, list(overrides))
-    ranks = num_ranks or smallest_world(config.learner.parallel)
-    check_start(config, world_size=ranks)
-    api_key, settings = api_key_for(config.rollout), config.rollout.server
     with ExitStack() as stack:
-        signals, server = stack.enter_context(Signals()), None
+        signals = stack.enter_context(Signals())
+        config, _ = load_here(config_path, list(overrides))
+        ranks = num_ranks or smallest_world(config.learner.parallel)
+        api_key, settings = api_key_for(config.rollout), config.rollout.server
+        run_dir = Path(config.run_dir) / config.name
+        new = not run_dir.exists()
+        if new:  # what is refused leaves no folder behind
+            check_start(config, world_size=ranks)
+        stack.enter_context(only_trainer(run_dir / LOCK))
+        with only_trainer(run_dir / LEARNER_LOCK):
+            pass  # no ranks are left of a job that was killed, and none were started by hand
+        if is_done(run_dir, config.dump()):
+            print(f"run {run_dir}: {ALL_DONE}", flush=True)
+            return 0
+        if not new:
+            check_start(config, world_size=ranks)
+        if signals.begin():
+            return 128 + signals.first
+        server = None
         if config.rollout.starts_server:
             from launch.rollout import log_name
             from moe_trm.rollout.servers.process import on_cpu
@@ -106,7 +123,7 @@ def run_job(
             api_key = api_key or secrets.token_hex(16)
             port = settings.port or free_port()
             overrides = [*overrides, f"rollout.server.port={port}"]
-            log = Path(config.run_dir) / config.name / log_name(settings.host)
+            log = run_dir / log_name(settings.host)
             print(f"starting the rollout server on {settings.host}:{port} (log: {log})", flush=True)
             server = stack.enter_context(RolloutProcess(config_path, overrides, api_key))
             if on_cpu(settings):
@@ -114,11 +131,17 @@ def run_job(
             elif (code := wait_for(server, signals)) is not None:
                 return code
         learner = stack.enter_context(start(config_path, overrides, ranks, learner_environment(api_key)))
-        return watch(learner, signals, server)
+        code = watch(learner, signals, server)
+        if server is not None and server.failed:
+            record_failure(run_dir, f"the rollout server did not start; {log.name} says why")
+        return code
 
 
 class Signals:
-    """SIGINT and SIGTERM of this process, which are noted and do nothing else. A context manager.
+    """SIGINT and SIGTERM of this process. A context manager.
+
+    Until `begin` they end it, by `SystemExit`. From then on they are noted and do nothing else. One whose `SystemExit`
+    was swallowed on the way is noted all the same.
 
     Attributes:
         first: number of the first one; 0 before it.
@@ -127,6 +150,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.first = self.count = 0
+        self._begun = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -140,8 +164,16 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def begin(self) -> int:
+        """Processes are started now; number of a signal that came before."""
+        self._begun = True
+        return self.first
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.first, self.count = self.first or number, self.count + 1
+        if not self._begun:
+            os.write(2, b"stopped before anything was started\n")
+            sys.exit(128 + number)
 
 
 def wait_for(server: RolloutProcess, signals: Signals) -> int | None:

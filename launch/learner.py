@@ -8,8 +8,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,10 +20,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host
+from moe_trm.checkpoint.history import ALL_DONE, begin, is_done, only_trainer
 from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config.choices import Choice, replay_mode
-from moe_trm.config.schema import Config, RolloutConfig, SyncConfig
+from moe_trm.config.schema import CheckpointConfig, Config, RolloutConfig, SyncConfig
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.preflight import check_launch, load_here
 from moe_trm.errors import REFUSED, MoeTrmError
@@ -31,14 +32,16 @@ from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
 from moe_trm.observe.build import open_sinks
+from moe_trm.observe.run_outcome import record_failure
 from moe_trm.observe.sinks import Sink
 from moe_trm.report.run import CHOICES
+from moe_trm.report.run_end import LEARNER_LOCK
 from moe_trm.rollout.access import Access, await_access, giving
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.interruption import Interruption
-from moe_trm.runtime.private import Scratch, private_folder
+from moe_trm.runtime.private import Scratch
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.sync.rounding import rounding_of
 from moe_trm.types import ServerState
@@ -59,17 +62,39 @@ def learn(config_path: str, overrides: Sequence[str], *, store: str | None = Non
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(message)s")
     try:
         config, choices = load_here(config_path, overrides)
+        if is_done(Path(config.run_dir) / config.name, config.dump()):
+            if first:
+                print(f"run {config.run_dir}/{config.name}: {ALL_DONE}", flush=True)
+            return 0
         restarted = restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
         if first and not restarted:
             try_task(config)
-        run(config, interruption, choices, file=store, restarted=restarted)
+        with alone_in_its_folders(config.checkpoint, Path(config.run_dir) / config.name, first=first):
+            run(config, interruption, choices, file=store, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         status = error.exit_status if isinstance(error, MoeTrmError) else REFUSED
         if not (status == REFUSED and told_by_another(interruption)):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return status
     return 0
+
+
+@contextmanager
+def alone_in_its_folders(checkpoint: CheckpointConfig, run_dir: Path, *, first: bool) -> Iterator[None]:
+    """Inside the `with` no other run writes into the folders of this one, which its first rank holds.
+
+    An error of the others is written down there. The first rank's sinks do that for its own.
+    """
+    with ExitStack() as held:
+        for folder in (run_dir, *([Path(checkpoint.dir)] if checkpoint.dir else [])) if first else ():
+            held.enter_context(only_trainer(folder / LEARNER_LOCK))
+        try:
+            yield
+        except BaseException as error:
+            if not first:
+                record_failure(run_dir, error, rank=int(os.environ["RANK"]))
+            raise
 
 
 def told_by_another(interruption: Interruption) -> bool:
@@ -109,20 +134,21 @@ def run(
     torch.manual_seed(config.seed)
     mode, _ = replay_mode(config.learner, config.replay, config.pipeline)
     run_dir = Path(config.run_dir) / config.name
-    if rank == 0:
-        private_folder(run_dir)
     checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
-    with ExitStack() as stack:
+    with ExitStack() as watched, ExitStack() as stack:
         sinks: list[Sink] = []
         process: ControllerProcess | None = None
         attempt = secrets.token_hex(16)
         if rank == 0:
-            (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
+            first_step = checkpoints.first_step
+            changes = begin(run_dir, config.dump(), first_step=first_step, branched=checkpoints.branched)
             (run_dir / CHOICES).write_text(json.dumps([asdict(choice) for choice in choices], indent=2) + "\n")
-            sinks = stack.enter_context(open_sinks(config, run_dir, first_step=checkpoints.first_step))
+            sinks = watched.enter_context(open_sinks(config, run_dir, first_step=first_step))
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
             for choice in choices:
                 print(f"  {choice.key}: {choice}", flush=True)
+            for change in changes:
+                print(f"  changed after step {first_step}: {change}", flush=True)
             pushes = push_folder(config.sync, config.rollout, run_dir, host)
             if pushes is not None:
                 stack.callback(pushes.remove)
@@ -137,8 +163,9 @@ def run(
         pusher = build_pusher(config, rank, learner, rollouts, access, host)
         stack.callback(checkpoints.close)
         train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
-    if config.train.export and not checkpoints.interrupted:
-        learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
+        stack.close()
+        if config.train.export and not checkpoints.interrupted:
+            learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
     dist.destroy_process_group()
 
 

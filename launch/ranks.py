@@ -14,25 +14,30 @@ differences:
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_trm.config import load
-from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
+from moe_trm.observe.run_outcome import record_failure
 from moe_trm.observe.sinks import Guarded
+from moe_trm.report import run_end
+from moe_trm.runtime.interruption import ASKED
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.private import Scratch
 
+POLL_S = 0.05
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""
 
@@ -40,56 +45,69 @@ SHUTDOWN_PATIENCE_S = 10
 class Stop:
     """The first SIGINT or SIGTERM is passed on to the ranks, which end after their step; the second ends them.
 
-    Where there is no rank yet, the first one ends the start.
+    A thread waits for them, and torchrun's own code is never interrupted: it would swallow what a handler raises. The
+    ranks begin with both signals blocked, so that none is lost before their first instruction (`launch.train`). A rank
+    that begins after a signal gets it all the same.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._asked)
+        self._times = 0
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+        for target in (self._listen, self._pass_on):
+            threading.Thread(target=target, daemon=True).start()
 
-    def _asked(self, number: int, _frame: FrameType | None) -> None:
-        ranks = psutil.Process().children()
-        if self.number or not ranks:
-            self.number = number
-            raise SignalException("asked to stop at once", signal.Signals(number))
-        self.number = number
-        for rank in ranks:
-            rank.send_signal(signal.SIGTERM)
+    def _listen(self) -> None:
+        while True:
+            number = signal.sigwait(ASKED)
+            self.number, self._times = self.number or number, self._times + 1
+
+    def _pass_on(self) -> None:
+        """To each rank as often as it came; kill those that are left some time after the second."""
+        told, kill_at = dict[tuple[int, float], int](), math.inf
+        while True:
+            time.sleep(POLL_S)
+            for rank in psutil.Process().children() if self._times else ():
+                with suppress(psutil.NoSuchProcess):
+                    who = rank.pid, rank.create_time()
+                    if told.get(who, 0) < self._times:
+                        told[who] = told.get(who, 0) + 1
+                        rank.send_signal(signal.SIGTERM)
+                    if time.monotonic() > kill_at:
+                        rank.kill()
+            if self._times > 1 and kill_at == math.inf:
+                kill_at = time.monotonic() + SHUTDOWN_PATIENCE_S
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
     config = load(rest[0], rest[1:])
-    code = run_with_restarts(int(num_ranks), ["-m", "launch.train", *rest], config.train.max_restarts, Stop())
+    code, why = run_with_restarts(int(num_ranks), ["-m", "launch.train", *rest], config.train.max_restarts, Stop())
     if code:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        leave_report(config)
+        leave_report(Path(config.run_dir) / config.name, why, written=config.observe.report)
     return code
 
 
-def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int, stop: Stop) -> int:
-    """Run `python PROGRAM...` on the ranks, again when they died of something that may pass; the exit code.
+def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int, stop: Stop) -> tuple[int, str]:
+    """Run `python PROGRAM...` on the ranks, again when they died of something that may pass; the exit code, and why.
 
     Nothing is started again once somebody asked to stop.
     """
     # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for restarts in range(max_restarts + 1):
-        try:
-            failed = launch(num_ranks, program, restarts)
-        except SignalException as asked:
-            return 128 + int(asked.sigval)
+        failed = launch(num_ranks, program, restarts)
         if stop.number or not failed:
             break
-        code, what = told(failed)
-        print(what, file=sys.stderr)
+        code, why = told(failed)
+        print(why, file=sys.stderr)
         if code == REFUSED or restarts == max_restarts:
-            return code
+            return code, why
         print(f"starting the learner ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr, flush=True)
-    return 128 + stop.number if stop.number else 0
+    if stop.number:
+        return 128 + stop.number, f"asked to end at once, by {signal.Signals(stop.number).name}"
+    return 0, ""
 
 
 def launch(num_ranks: int, program: Sequence[str], restarts: int) -> Mapping[int, ProcessFailure]:
@@ -134,13 +152,11 @@ def told(failed: Mapping[int, ProcessFailure]) -> tuple[int, str]:
     return code, f"learner rank {first} ended with exit code {code}"
 
 
-def leave_report(config: Config) -> None:
-    """Write the report of a run whose first rank was ended before it could."""
-    run_dir = Path(config.run_dir) / config.name
-    metrics, report = run_dir / "metrics.jsonl", run_dir / "report.html"
-    if not config.observe.report or not metrics.exists():
-        return
-    if not report.exists() or report.stat().st_mtime < metrics.stat().st_mtime:
+def leave_report(run_dir: Path, why: str, *, written: bool) -> None:
+    """Write down what ended a run, and its report if one is to be `written`, where its first rank could not."""
+    record_failure(run_dir, why)
+    end, report = run_dir / run_end.FILE, run_dir / "report.html"
+    if written and end.exists() and (not report.exists() or report.stat().st_mtime < end.stat().st_mtime):
         Guarded(ReportPage(run_dir), "report").close()
 
 

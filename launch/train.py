@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 
+from moe_trm.runtime.interruption import ASKED
 from moe_trm.runtime.lifeline import end_with_parent
 from moe_trm.runtime.output import outliving_readers
 
@@ -30,8 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     faulthandler.enable(2)  # a crash of machine code tells where each thread was
-    # While it imports there is nothing to save: Ctrl-C and SIGTERM end it at once.
+    # While it imports there is nothing to save: Ctrl-C and SIGTERM end it at once, also those that came before.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
     from launch.learner import learn  # torch and Megatron-Core, which take seconds
 
     with outliving_readers():

@@ -11,11 +11,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from moe_trm import __version__
 from moe_trm.errors import MoeTrmError
+
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,10 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status, 2 after a typed error (told on stderr).
 
-    A reader that wants no more output, such as `head`, ends it quietly.
+    A reader that wants no more output, such as `head`, ends it quietly, and Ctrl-C with one line.
     """
-    args = parse(sys.argv[1:] if argv is None else argv)
+    with ending_at_once():
+        args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         status = int(args.run(args))
@@ -120,6 +126,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoeTrmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(INTERRUPTED, file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Inside the `with`, Ctrl-C ends the process from within its handler.
+
+    While a module is imported there is nothing to clean up, and some code swallows what a handler raises.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{INTERRUPTED}\n".encode())
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -29,6 +29,8 @@ from moe_trm.report.scale import short
 
 FILE = Path("benchmarks/evidence/staleness.yaml")
 LEFT, RIGHT, TOP, LINE = 150, 560, 60, 26
+TICK = 40
+"""Least distance of two labels of the axis."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +187,8 @@ def draw(arms: Sequence[Arm], suite: Suite) -> str:
 
     parts = [text(LEFT, 28, suite.title, size=15, weight=600)]
     bottom = TOP + LINE * len(known)
-    ticks = [tick / 20 for tick in range(21) if low <= tick / 20 <= high]
+    apart = next(apart for apart in (1, 2, 4) if (RIGHT - LEFT) * apart / 20 >= TICK * (high - low))
+    ticks = [tick / 20 for tick in range(0, 21, apart) if low <= tick / 20 <= high]
     for tick in ticks:
         parts.append(f'<path d="M{x(tick):.1f} {TOP - 14}V{bottom - 8}" stroke="#e2e8f0"/>')
         parts.append(text(x(tick), bottom + 10, f"{tick:.2f}", anchor="middle", colour=MUTED))

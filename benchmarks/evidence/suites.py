@@ -35,6 +35,7 @@ ENGINE_K3 = Figure("engine_k3", ("engine/k3_kl",))
 UPDATE_K3 = Figure("update_k3", ("update/k3_kl",))
 TAIL = Figure("tail", ("engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction"))
 """Share of tokens whose ratio between the engines is above 2 or below 1/2."""
+REWARD = Figure("reward", ("reward/mean",))
 GRAD_NORM = Figure("grad_norm", ("optimizer/grad_norm",))
 
 Gain = tuple[str, str]
@@ -74,6 +75,13 @@ SUITES: Mapping[str, Suite] = {
             "eta2_none": ("eta2_R3_TIS",),
             "eta4_none": ("eta4_R3_TIS",),
         },
+    ),
+    "router_noise": Suite(
+        "Held-out success after the last step, answered by the noisy engine",
+        late=71,
+        against={"none": (), "R3": ("R3_TIS", "R3_TRM_Max")},
+        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        beside=(GRAD_NORM,),
     ),
     "dose": Suite(
         "Held-out success, answered by the engine that rounds",

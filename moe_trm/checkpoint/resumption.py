@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from moe_trm.checkpoint.differences import differences
 from moe_trm.checkpoint.folder import STATE_FILE, CheckpointFolder, Manifest, read_manifest, verify
 from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import PieceReader
@@ -49,6 +48,9 @@ class Checkpoints:
         self._found = self._find(config.checkpoint.resume, restarted=self._peers.any(restarted))
         self.first_step: int = self._found[1].step if self._found else 0
         """Steps that are done already; 0 when the run begins anew."""
+        away = self._found is not None and self._found[0].resolve().parent != self._folder.root.resolve()
+        self.branched: Mapping[str, Any] | None = self._found[1].config if self._found and away else None
+        """Settings of the checkpoint that it goes on from, where that is another run's."""
         self.interrupted = False
         """The run stopped before its last step because it was asked to."""
         self._prepare()
@@ -64,14 +66,6 @@ class Checkpoints:
         )
         if self._peers.rank == 0:
             print(f"going on after step {manifest.step} from {path}", flush=True)
-            if manifest.step >= self._config.train.steps:
-                print(
-                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never "
-                    "to begin anew",
-                    flush=True,
-                )
-            for change in differences(manifest.config, self._config.dump()):
-                log.warning("the checkpoint was made with another setting: %s", change)
         run: RunState = saved["run"]
         return run
 

@@ -11,7 +11,7 @@ from moe_trm.config.schema import EvalConfig, RolloutConfig, TaskConfig, TrainCo
 
 def refusals(task: TaskConfig, rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
-    return [*_task(task, rollout, train), *_evaluation(evaluation, task)]
+    return [*_task(task, rollout, train), *_evaluation(evaluation, task, rollout)]
 
 
 def _task(task: TaskConfig, rollout: RolloutConfig, train: TrainConfig) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def _names_a_function(name: str) -> bool:
     return bool(mark and place) and function.isidentifier()
 
 
-def _evaluation(evaluation: EvalConfig, task: TaskConfig) -> Iterator[Problem]:
+def _evaluation(evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> Iterator[Problem]:
     settings = evaluation
     for name in task.eval_sets:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
@@ -81,7 +81,7 @@ def _evaluation(evaluation: EvalConfig, task: TaskConfig) -> Iterator[Problem]:
                 got=repr(name),
                 expected="letters, digits, dots, dashes and underscores",
             )
-    known = evaluation_metrics(evaluation, task)
+    known = evaluation_metrics(evaluation, task, rollout)
     if settings.keep_best and settings.best_metric is not None and settings.best_metric not in known:
         yield Problem(
             "eval.best_metric",
@@ -92,19 +92,27 @@ def _evaluation(evaluation: EvalConfig, task: TaskConfig) -> Iterator[Problem]:
         )
 
 
-def evaluation_metrics(evaluation: EvalConfig, task: TaskConfig) -> list[str]:
-    """Metrics of an evaluation of which more is better."""
+def evaluation_metrics(evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> list[str]:
+    """Metrics of an evaluation of which more is better. Rewards that are not 0 or 1 have no `pass_at_k`."""
     k = evaluation.samples
     sets = ["eval/", *(f"eval/{name}/" for name in task.eval_sets)]
-    metrics = [greedy_metric(task), "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
+    metrics = [
+        greedy_metric(task, rollout),
+        "finished_fraction",
+        *((f"avg_at_{k}", f"pass_at_{k}", f"best_at_{k}") if k else ()),
+    ]
     return [f"{prefix}{metric}" for prefix in sets for metric in metrics]
 
 
-def greedy_metric(task: TaskConfig) -> str:
-    """Name of the mean reward of greedy answers: a share of right ones only where a reward says right or wrong."""
-    return "accuracy" if task.right_or_wrong else "reward"
+def greedy_metric(task: TaskConfig, rollout: RolloutConfig) -> str:
+    """Name of the mean reward of greedy answers: a share of right ones only where a reward says right or wrong.
+
+    A rollout function or an agent may give a reward of its own, unless `task.reward` says which one counts.
+    """
+    own = rollout.has_turns and task.reward is None
+    return "accuracy" if task.right_or_wrong and not own else "reward"
 
 
-def best_metric(evaluation: EvalConfig, task: TaskConfig) -> str:
+def best_metric(evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> str:
     """The metric whose highest value is the best evaluation."""
-    return evaluation.best_metric or f"eval/{greedy_metric(task)}"
+    return evaluation.best_metric or f"eval/{greedy_metric(task, rollout)}"

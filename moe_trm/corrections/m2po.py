@@ -18,9 +18,9 @@ def m2po(evidence: Evidence, log_ratio: Tensor, *, budget: float = 0.04) -> Corr
     is below `budget`.
 
     If no subset reaches it, the one harmful token with the smallest (log w)^2 stays. Other tokens are never dropped.
-    The statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. Tokens
-    whose ratio is NaN are dropped. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official
-    code's. Budget 0.04 is the paper's. It bounds a mean over what is kept, so no token has a score of its own:
+    The statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. A
+    token whose ratio is NaN is dropped. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the
+    official code's. Budget 0.04 is the paper's. It bounds a mean over what is kept, so no token has a score of its own:
     `target_reject_rate` cannot choose it. Source: M2PO (arXiv 2510.01161).
 
     When: rollouts are tens of versions old and a fixed clip would drop most of what can be learned.

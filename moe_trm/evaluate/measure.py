@@ -117,8 +117,8 @@ async def _evaluate(
         try:
             await engine.start()
             await engine.load_weights(push_of(weights, dtype, scratch))
-            metric, sets = greedy_metric(config.task), task.eval_sets()
-            evaluator = Evaluator(config.eval, sampler, sets, params, greedy_metric=metric)
+            sets, name_of_mean = task.eval_sets(), greedy_metric(config.task, config.rollout)
+            evaluator = Evaluator(config.eval, sampler, sets, params, greedy_metric=name_of_mean)
             metrics: dict[str, float] = {}
             intervals: dict[str, tuple[float, float]] = {}
             told: dict[str, list[dict[str, Any]]] = {}
@@ -127,7 +127,7 @@ async def _evaluate(
                 metrics |= evaluator.summary(name, answers)
                 prefix = f"eval/{name}/" if name else "eval/"
                 if (interval := _interval(answers)) is not None:
-                    intervals[f"{prefix}{metric}"] = interval
+                    intervals[f"{prefix}{evaluator.name_of_mean(answers)}"] = interval
                 told[name] = _told(task, answers)
         finally:
             await sampler.close()

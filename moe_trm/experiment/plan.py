@@ -173,7 +173,9 @@ def _same_arms(settings: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
 
 def _arms(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
     """Arms that do not measure the metric or that leave nothing to evaluate."""
-    found = (metric_problem(file.primary_metric, config.eval, config.task) for config in configs.values())
+    found = (
+        metric_problem(file.primary_metric, config.eval, config.task, config.rollout) for config in configs.values()
+    )
     yield from dict.fromkeys(problem for problem in found if problem is not None)
     for arm, config in configs.items():
         if file.evaluations and not config.train.export and not config.checkpoint.every:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import EvalConfig, TaskConfig
+from moe_trm.config.schema import EvalConfig, RolloutConfig, TaskConfig
 from moe_trm.config.task_rules import evaluation_metrics
 from moe_trm.report.charts import SECTIONS, matching
 from moe_trm.report.conclusion import MEASURES, Measure
@@ -17,8 +17,8 @@ def measure_of(metric: str) -> Measure:
     return known or Measure(metric, (metric,), at_end=metric.startswith("eval/"))
 
 
-def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig) -> Problem | None:
-    """The reason that `metric` cannot decide between runs of `config`; None where it can.
+def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> Problem | None:
+    """The reason that `metric` cannot decide between runs of these settings; None where it can.
 
     Evaluations are known from the settings. All others are those that the report draws.
     """
@@ -31,12 +31,14 @@ def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig) -> Pro
                 expected="held-out prompts",
                 fix="set task.eval_prompts" if task.reads_prompts else "set task.eval_size above 0",
             )
-        known = evaluation_metrics(evaluation, task)
+        known = evaluation_metrics(evaluation, task, rollout)
         return None if metric in known else _unknown(metric, known)
     patterns = [pattern for section in SECTIONS for chart in section.charts for pattern in chart.metrics]
     if matching(tuple(patterns), [metric]):
         return None
-    return _unknown(metric, [name for name, _ in patterns if "*" not in name] + evaluation_metrics(evaluation, task))
+    return _unknown(
+        metric, [name for name, _ in patterns if "*" not in name] + evaluation_metrics(evaluation, task, rollout)
+    )
 
 
 def _unknown(metric: str, known: list[str]) -> Problem:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from moe_trm.errors import RunError
 from moe_trm.experiment.code import code_version
 from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
 from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
 from moe_trm.experiment.progress import RunState, States, log_of
 from moe_trm.experiment.stages import RunStage, Stages, stages
 from moe_trm.runtime.lifeline import Lifeline
+from moe_trm.runtime.lock import held_alone
 
 POLL_S = 0.05
 LOCK = "experiment.lock"
@@ -74,22 +73,9 @@ class RunProcess:
         return self.log.read_bytes()[self.begins :].decode(errors="replace")
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> AbstractContextManager[None]:
     """No other process works on the experiment in `folder`, inside the `with`. Raises `RunError`."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(
-                "another process runs the experiment in this folder",
-                where=str(folder),
-                got="a lock that is held",
-                expected="one `moe-trm experiment` at a time",
-                fix="Wait for it, stop it, or give --out another folder.",
-            ) from error
-        yield
+    return held_alone(folder / LOCK, "runs the experiment in this folder", fix="give --out another folder")
 
 
 def left_to_run(

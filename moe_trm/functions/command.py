@@ -6,12 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from moe_trm.functions.process import FunctionFailed
 from moe_trm.runtime.children import end_group
+from moe_trm.runtime.lifeline import kill_marked
 
 KEPT_BYTES = 2000
 """The end of a command's output that an error tells."""
@@ -90,21 +89,8 @@ async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
         # A command that has ended by itself usually leaves no process behind that could be asked.
         await end_group(process.pid)
     finally:
-        for stray in await asyncio.to_thread(marked, mark):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(stray, signal.SIGKILL)
+        await asyncio.to_thread(kill_marked, mark)
     await process.wait()
-
-
-def marked(mark: str) -> list[int]:
-    """Processes with `mark` in their environment, where the system tells (Linux)."""
-    wanted, found = b"\0" + os.fsencode(mark) + b"\0", []
-    for folder in Path("/proc").glob("[0-9]*"):
-        # Processes of others, and those that have just ended, tell nothing.
-        with suppress(OSError):
-            if wanted in b"\0" + (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
 
 
 class _Output(asyncio.Protocol):

@@ -12,6 +12,7 @@ from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.prometheus import open_prometheus
 from moe_trm.observe.report_page import ReportPage
+from moe_trm.observe.run_outcome import RunOutcome
 from moe_trm.observe.server_log import ServerLog
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import TrackedRun, open_tracker
@@ -22,8 +23,8 @@ from moe_trm.observe.transcripts import open_transcripts
 def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[list[Sink]]:
     """Open `metrics.jsonl`, the terminal output, the trackers, transcripts and the report.
 
-    They are closed in this order however the run ends. A run that continues after `first_step` keeps the lines up to
-    it. A run that starts anew (0) starts the file anew.
+    They are told of an error that ends the run, and closed in this order however it ends. A run that continues after
+    `first_step` keeps the lines up to it.
 
     Raises `ConfigError` when a tracker does not start.
     """
@@ -31,7 +32,8 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     keep_steps(path, first_step)
     others: dict[str, Sink] = {
         "terminal": _terminal(config.name, config.observe, config.train),
-        "servers": ServerLog(run_dir, first_step=first_step),
+        "servers": ServerLog(run_dir),
+        "state": RunOutcome(run_dir, first_step=first_step, last_step=config.train.steps),
     }
     tracked = TrackedRun(config.name, config.observe.project, config.dump(), run_dir)
     others |= {name: open_tracker(name, tracked) for name in config.observe.sinks}
@@ -45,7 +47,12 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     with ExitStack() as stack:
         for sink in reversed(sinks):
             stack.callback(sink.close)
-        yield sinks
+        try:
+            yield sinks
+        except BaseException as error:
+            for sink in sinks:
+                sink.failed(error)
+            raise
 
 
 def _terminal(name: str, observe: ObserveConfig, train: TrainConfig) -> Sink:

@@ -59,6 +59,7 @@ class LivePanel(Sink):
         self._ends: deque[float] = deque(maxlen=11)
         self._servers: Sequence[ServerState] = ()
         self._told = 0.0
+        self._error = ""
 
     def enter(self, phase: str) -> None:
         self._live.start()
@@ -81,6 +82,10 @@ class LivePanel(Sink):
         self._phase, self._entered = "between steps", time.monotonic()
         self._live.refresh()
 
+    def failed(self, error: BaseException) -> None:
+        self._live.start()
+        self._error = f"{type(error).__name__}: {error}"
+
     def close(self) -> None:
         self._phase = "ended"
         self._live.stop()
@@ -91,7 +96,10 @@ class LivePanel(Sink):
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
         head.add_row(f"step {self._step}/{self._steps}", ProgressBar(self._steps, self._step), self._remaining())
-        body = Group(head, self._phases(), *self._lost_servers(), Text(), self._figures(), Text(), self._verdict())
+        trouble = [Text(self._error, style="bold red")] if self._error else []
+        body = Group(
+            *trouble, head, self._phases(), *self._lost_servers(), Text(), self._figures(), Text(), self._verdict()
+        )
         return Box(body, title=self._name, title_align="left", border_style="dim")
 
     def _remaining(self) -> str:

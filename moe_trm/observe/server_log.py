@@ -58,12 +58,10 @@ class ServerChanges:
 
 
 class ServerLog(Sink):
-    """`servers.jsonl`: one object for each change, made with the first. A run that starts anew removes it."""
+    """`servers.jsonl`: one object for each change, made with the first."""
 
-    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._path, self._changes = run_dir / FILE, ServerChanges()
-        if first_step == 0:
-            self._path.unlink(missing_ok=True)
 
     def servers(self, states: Sequence[ServerState]) -> None:
         changes = self._changes.of(states)

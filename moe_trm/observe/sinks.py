@@ -40,6 +40,9 @@ class Sink:
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """A step has ended: metric names to numbers, and `verdict` and `verdict/config` to text."""
 
+    def failed(self, error: BaseException) -> None:
+        """The run ends with this error; `close` follows."""
+
     def close(self) -> None:
         """The run has ended, for whatever reason."""
 
@@ -78,9 +81,8 @@ class JsonLines(Sink):
 
 
 def keep_steps(path: Path, last: int) -> None:
-    """Cut `metrics.jsonl` after the line of step `last`, or remove it when `last` is 0. So no step is in it twice."""
-    if last == 0 or not path.exists():
-        path.unlink(missing_ok=True)
+    """Cut `metrics.jsonl` after the line of step `last`. So no step is in it twice."""
+    if not path.exists():
         return
     end = 0
     with path.open("r+b") as file:
@@ -110,6 +112,9 @@ class Guarded(Sink):
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._try(lambda sink: sink.write(step, metrics))
+
+    def failed(self, error: BaseException) -> None:
+        self._try(lambda sink: sink.failed(error))
 
     def close(self) -> None:
         self._try(lambda sink: sink.close())

@@ -76,6 +76,7 @@ SECTIONS = (
                   (("reward/mean", "reward"), ("reward/*/mean", ""), ("eval/accuracy", "accuracy"),
                    ("eval/reward", "evaluation"),
                    ("eval/avg_at_*", "evaluation, mean of "), ("eval/pass_at_*", "evaluation, best of "),
+                   ("eval/best_at_*", "evaluation, best of "), ("eval/reward/*", "evaluation, "),
                    ("eval/*/accuracy", ""), ("eval/*/reward", "")), floor=True),
             Lines("Answer length", "Tokens sampled for one answer.",
                   (("response/length_mean", "mean"), ("eval/length_mean", "evaluation, mean"),

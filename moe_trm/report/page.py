@@ -7,6 +7,7 @@ from html import escape
 
 from moe_trm.report import lint, words
 from moe_trm.report.cards import Cards
+from moe_trm.report.changed_settings import changed_settings
 from moe_trm.report.html import document
 from moe_trm.report.lost_servers import lost_servers
 from moe_trm.report.run import Run
@@ -22,6 +23,7 @@ def render(runs: Sequence[Run]) -> str:
         words.compared(runs) if len(runs) > 1 else "",
         *(words.verdict_now(run, many=len(runs) > 1) for run in runs),
         *(lost_servers(run, many=len(runs) > 1) for run in runs),
+        *(changed_settings(run, many=len(runs) > 1) for run in runs),
         cards.tiles(),
         *(words.proofs(run, many=len(runs) > 1) for run in runs),
         *(lint.section(run, many=len(runs) > 1) for run in runs),

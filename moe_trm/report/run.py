@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from moe_trm.errors import RunError
+from moe_trm.report.run_end import outcome
 
 Row = Mapping[str, Any]
 CHOICES = "choices.json"
@@ -91,12 +92,18 @@ def read_run(folder: Path) -> Run:
             where=str(path),
             got=f"{len(damaged)} damaged lines" if damaged else "no step" if path.is_file() else "no metrics.jsonl",
             expected="one JSON object per step",
-            fix="wait for the first step; rollout.log and controller.log beside it say what the run is doing",
+            fix=_why_no_step(folder),
         )
     if damaged:
         lines = ", ".join(str(number) for number in damaged[:10]) + (", ..." if len(damaged) > 10 else "")
         notes.append(f"Damaged lines of metrics.jsonl were left out: {lines} ({len(damaged)} in all).")
     return Run(folder, config, rows, tuple(notes), _choices(folder / CHOICES))
+
+
+def _why_no_step(folder: Path) -> str:
+    state, trouble = outcome(folder, complete=False)
+    where = "rollout.log and controller.log beside it say more"
+    return f"the run {state}: {trouble}; {where}" if trouble else f"wait for the first step; {where}"
 
 
 def _choices(path: Path) -> tuple[str, ...]:

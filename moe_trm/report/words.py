@@ -13,6 +13,7 @@ from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.report.conclusion import differences, sentences
 from moe_trm.report.html import number
 from moe_trm.report.run import Run
+from moe_trm.report.run_end import outcome
 from moe_trm.report.scale import short
 from moe_trm.report.summary import ProofCheck, Saying, checks, sayings
 
@@ -22,13 +23,14 @@ def state(run: Run, *, many: bool) -> str:
     planned = f" of {run.planned_steps}" if run.planned_steps is not None else ""
     when = run.rows[-1].get("time/unix_s")
     written = f", last written {_when(when)}" if when else ""
-    state = "complete" if run.complete else "stopped early or still running"
+    state, trouble = outcome(run.folder, complete=run.complete)
     model = run.config.get("model", {}).get("checkpoint")
     about = [f"step {run.last_step}{planned}{written}: {state}"]
     about += [f"model {model}"] if model else []
     about += [f"replay {run.config['replay']['mode']}"] if "mode" in run.config.get("replay", {}) else []
     about += _methods(run.config)
-    notes = "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
+    notes = f'<pre class="warning failure">{escape(trouble)}</pre>' if trouble else ""
+    notes += "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
     notes += "".join(f'<p class="note">{escape(choice)}</p>' for choice in run.choices)
     whose = f"<strong>{escape(run.name)}</strong> " if many else ""
     return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'

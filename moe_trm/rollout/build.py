@@ -7,7 +7,6 @@ import sys
 from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
-from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
 from moe_trm.methods.advantages import ADVANTAGES
@@ -44,7 +43,7 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
         sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
         sampler = with_baseline(config, engine, sampler, params)
         await engine.start()
-    except MoeTrmError:
+    except BaseException:  # a cancellation too
         if sampler is not None:
             await sampler.close()
         await task.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,11 +28,14 @@ from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.rank_share import rank_share
 from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
+from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
 from moe_trm.runtime.private import Scratch
 from moe_trm.runtime.shared_blocks import PlaceReader
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
+GRACE_S = 30.0
+"""Time for a controller that is asked to end: it ends the commands of agents and removes their folders."""
 ASK_AGAIN_S = 20.0
 """Time without an answer after which a request is sent again. Where it is still worked on, that does nothing."""
 _POLL_MS = 500
@@ -51,18 +55,23 @@ class ControllerProcess:
             public, secret = curve_keypair()
             self._endpoint, self._public_key, secret_key = _free_endpoint(address), public.decode(), secret.decode()
         self._log_path = log_path
-        with log_path.open("wb") as log:
+        # By it, commands are found that the controller started and could not end.
+        self._mark = f"MOE_TRM_CONTROLLER={secrets.token_hex(8)}"
+        name, value = self._mark.split("=")
+        with log_path.open("ab") as log:
+            self._begins = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_trm.rollout.service"],
                 # It reads its key below; the functions of the user's own that it starts, and code that those run, are
                 # not to find one.
-                env=without_key(os.environ),
+                env={**without_key(os.environ), name: value},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 # Ctrl-C and torchrun's signals to a rank's group are not for the controller: the rank ends it.
                 start_new_session=True,
             )
+        self._lifeline = Lifeline(self._process.pid, grace_s=GRACE_S, mark=self._mark)
         assert self._process.stdin is not None
         start = Start(self._endpoint, self._key, config.model_dump(mode="json"), api_key, secret_key)
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -78,21 +87,27 @@ class ControllerProcess:
     def check(self) -> None:
         """Raise `ControllerError` with the end of its log when the process is gone."""
         if self._process.poll() is not None:
-            tail = self._log_path.read_text(errors="replace").strip().splitlines()[-30:]
+            status = self._process.returncode
+            tail = self._log_path.read_bytes()[self._begins :].decode(errors="replace").strip().splitlines()[-30:]
             raise ControllerError(
-                f"the rollout controller ended with exit code {self._process.returncode}",
+                f"the rollout controller ended with exit code {status}"
+                if status >= 0
+                else f"the rollout controller was ended by {signal.Signals(-status).name}",
                 where=str(self._log_path),
                 fix="Its last words:\n" + "\n".join(f"    {line}" for line in tail),
-                may_pass=self._process.returncode != REFUSED,
+                may_pass=status != REFUSED,
             )
 
     def wait(self, timeout_s: float = 30.0) -> None:
-        """Let it finish after `stop`; end it when it does not."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Let it finish after `stop`. When it does not, it is asked to end, and killed in the end."""
+        for patience_s, number in ((timeout_s, signal.SIGTERM), (GRACE_S, signal.SIGKILL)):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+                break
+            signal_group(self._process.pid, number)
+        self._process.wait()
+        kill_marked(self._mark)
+        self._lifeline.release()
         self._folder.remove()
 
 

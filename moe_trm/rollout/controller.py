@@ -56,7 +56,11 @@ class RolloutController:
         self._config, self._engine, self._task, self._params = config, engine, task, params
         self._sampler = sampler or SingleTurn(engine, task, params)
         self._evaluator = Evaluator(
-            config.eval, self._sampler, task.eval_sets(), params, greedy_metric=greedy_metric(config.task)
+            config.eval,
+            self._sampler,
+            task.eval_sets(),
+            params,
+            greedy_metric=greedy_metric(config.task, config.rollout),
         )
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()

@@ -12,6 +12,7 @@ import numpy as np
 from moe_trm.config.schema import EvalConfig
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
+from moe_trm.rollout.turn_metrics import part_means
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 Answer = RolloutRecord | str
@@ -61,10 +62,12 @@ class Evaluator:
 
         | metric | meaning |
         |---|---|
-        | `accuracy`, or `reward` | mean reward of the greedy answers |
+        | `accuracy`, or `reward` | mean reward of the greedy answers; `accuracy` only of rewards that are all 0 or 1 |
+        | `reward/<name>` | mean of that part of their reward |
         | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share of finished ones |
         | `avg_at_<k>` | mean reward of k sampled answers to each prompt |
-        | `pass_at_<k>` | mean of the best of k; for rewards of 0 and 1 the share of prompts solved at least once |
+        | `pass_at_<k>` | share of prompts solved at least once in k; of rewards that are all 0 or 1 |
+        | `best_at_<k>` | mean of the best of k, of other rewards |
         | `prompts` | held-out prompts |
         | `rejected/<reason>` | answers without a reward, which are left out |
         """
@@ -87,7 +90,8 @@ class Evaluator:
         records = [answer for answer in answers.greedy if isinstance(answer, RolloutRecord)]
         if records:
             metrics |= {
-                self._greedy_metric: float(np.mean([reward_of(record) for record in records])),
+                self.name_of_mean(answers): float(np.mean([reward_of(record) for record in records])),
+                **{f"reward/{name}": mean for name, mean in part_means(records).items()},
                 "length_mean": float(np.mean([record.num_sampled for record in records])),
                 "finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
             }
@@ -98,12 +102,18 @@ class Evaluator:
         scored = [rewards for rewards in of_prompt if rewards]
         if scored:
             metrics[f"avg_at_{self._num_samples}"] = float(np.mean([np.mean(rewards) for rewards in scored]))
-            metrics[f"pass_at_{self._num_samples}"] = float(np.mean([max(rewards) for rewards in scored]))
+            best = "pass" if all(map(_right_or_wrong, scored)) else "best"
+            metrics[f"{best}_at_{self._num_samples}"] = float(np.mean([max(rewards) for rewards in scored]))
         every = (answers.greedy, *answers.samples)
         reasons = Counter(answer for given in every for answer in given if isinstance(answer, str))
         metrics |= {f"rejected/{reason}": float(number) for reason, number in sorted(reasons.items())}
         prefix = f"eval/{name}/" if name else "eval/"
         return {f"{prefix}{key}": value for key, value in metrics.items()}
+
+    def name_of_mean(self, answers: SetAnswers) -> str:
+        """`accuracy`, where that is the greedy metric and holds of these answers, or `reward`."""
+        rewards = [reward_of(answer) for answer in answers.greedy if isinstance(answer, RolloutRecord)]
+        return self._greedy_metric if _right_or_wrong(rewards) else "reward"
 
     async def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(prompt, params) for prompt in prompts)))
@@ -113,6 +123,11 @@ class Evaluator:
             return await self._sampler.answer(prompt, params)
         except RecordRejected as rejection:
             return rejection.reason
+
+
+def _right_or_wrong(rewards: Sequence[float]) -> bool:
+    """True where a mean of these rewards is a share."""
+    return set(rewards) <= {0.0, 1.0}
 
 
 def reward_of(record: RolloutRecord) -> float:

@@ -11,9 +11,11 @@ import asyncio
 import gc
 import hmac
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -32,7 +34,6 @@ from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import ServerState
 
-PARENT_POLL_S = 1.0
 LAST_ANSWERS_S = 5.0
 """Time that requests in progress may take after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
@@ -117,7 +118,7 @@ class ControllerService:
         self._stop = asyncio.Event()
 
     async def serve(self) -> None:
-        """Answer until a rank asks to stop."""
+        """Answer until a rank asks to stop. A cancellation closes the controller too."""
         socket = zmq.asyncio.Context.instance().socket(SocketType.ROUTER)
         socket.setsockopt(SocketOption.LINGER, 1000)
         socket.setsockopt(SocketOption.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
@@ -129,37 +130,31 @@ class ControllerService:
         socket.bind(self._start.endpoint)
         pending: set[asyncio.Task[None]] = set()
         stop = asyncio.ensure_future(self._stop.wait())
-        orphaned = asyncio.create_task(self._stop_with(os.getppid()))
-        while not self._stop.is_set():
-            received = asyncio.ensure_future(socket.recv_multipart())
-            await asyncio.wait({received, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if received.done():
-                identity, *frames = received.result()
-                task = asyncio.create_task(self._answer(socket, identity, frames))
-                pending.add(task)
-                task.add_done_callback(pending.discard)
-            else:
-                received.cancel()
-        orphaned.cancel()
-        if pending:
-            # Ranks that wait for one that is gone would wait for ever.
-            _, waiting = await asyncio.wait(pending, timeout=LAST_ANSWERS_S)
-            for task in waiting:
+        try:
+            while not self._stop.is_set():
+                received = asyncio.ensure_future(socket.recv_multipart())
+                await asyncio.wait({received, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if received.done():
+                    identity, *frames = received.result()
+                    task = asyncio.create_task(self._answer(socket, identity, frames))
+                    pending.add(task)
+                    task.add_done_callback(pending.discard)
+                else:
+                    received.cancel()
+            if pending:
+                await asyncio.wait(pending, timeout=LAST_ANSWERS_S)
+        finally:
+            # Whoever waits for a rank that is gone would wait for ever.
+            for task in pending:
                 task.cancel()
-        await self._controller.close()
-        socket.close()
-
-    async def _stop_with(self, parent: int) -> None:
-        """A controller outlives no learner: when the process that started it is gone, it ends."""
-        while os.getppid() == parent:
-            await asyncio.sleep(PARENT_POLL_S)
-        self._stop.set()
+            await self._controller.close()
+            socket.close()
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
-        number, lend = 0, None
+        number, lend, op = 0, None, ""
         try:
             request = wire.decode(frames, Request)
-            number, lend = request.number, self._lend(request)
+            number, lend, op = request.number, self._lend(request), request.op
             if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
@@ -175,6 +170,7 @@ class ControllerService:
                 # Before the answer is sent: it may be lost with its connection, and is then asked for again.
                 self._answering.remove((identity, number))
         except MoeTrmError as error:
+            _log(f"refused '{op}': {type(error).__name__}: {error}")
             reply = ControllerReply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass)
         except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
             traceback.print_exc()
@@ -279,20 +275,34 @@ class ControllerService:
     }
 
 
+def _log(line: str) -> None:
+    """To controller.log, which is never empty: who ended, and when, is read from it."""
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {line}", file=sys.stderr, flush=True)
+
+
 async def _main(start: Start) -> None:
+    """The controller's life. SIGTERM, by the rank that started it or its lifeline, closes what there is so far."""
     from moe_trm.rollout.build import build_controller
 
+    life = asyncio.current_task()
+    assert life is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
+    _log(f"the controller begins (process {os.getpid()})")
     config = Config.model_validate(start.config)
     controller = await build_controller(config, start.api_key)
     # All that was imported stays. Collections that go through it again stop the controller for a tenth of a second.
     gc.collect()
     gc.freeze()
     await ControllerService(controller, start, config.model.checkpoint).serve()
+    _log("the controller ends, as its rank asked")
 
 
 if __name__ == "__main__":
     try:
         asyncio.run(_main(msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)))
     except MoeTrmError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _log(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_status)
+    except asyncio.CancelledError:
+        _log("the controller was asked to end")
+        sys.exit(128 + signal.SIGTERM)

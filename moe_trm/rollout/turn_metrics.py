@@ -20,12 +20,7 @@ def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
     | `turns/later_token_fraction` | share of sampled tokens that come after the first answer, hence after a tool |
     | `turns/rows_mean`, `turns/rows_max` | rows per sample, where any sample has several |
     """
-    metrics = {
-        f"reward/{name}/mean": float(
-            np.mean([record.reward_parts[name] for record in records if name in record.reward_parts])
-        )
-        for name in sorted({name for record in records for name in record.reward_parts})
-    }
+    metrics = {f"reward/{name}/mean": mean for name, mean in part_means(records).items()}
     turns = np.array([sum(_answers(row) for row in record.rows) for record in records])
     if turns.max() > 1:
         rows = [row for record in records for row in record.rows]
@@ -40,6 +35,14 @@ def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
     if max(several) > 1:
         metrics |= {"turns/rows_mean": float(np.mean(several)), "turns/rows_max": float(max(several))}
     return metrics
+
+
+def part_means(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Mean of each named part of the reward, over the samples that have it."""
+    return {
+        name: float(np.mean([record.reward_parts[name] for record in records if name in record.reward_parts]))
+        for name in sorted({name for record in records for name in record.reward_parts})
+    }
 
 
 def _answers(row: RolloutRecord) -> int:

@@ -7,6 +7,8 @@ import signal
 import time
 from types import FrameType
 
+ASKED = (signal.SIGINT, signal.SIGTERM)
+"""Signals by which a run is asked to stop."""
 ECHO_S = 1.0
 """A terminal and torchrun both pass on the same Ctrl-C: what comes within this time is not a second one."""
 
@@ -21,7 +23,7 @@ class Interruption:
 
     def install(self) -> None:
         """Take SIGINT and SIGTERM from now on."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ASKED:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """Processes that end with their owner, also when it is killed: no server stays behind that holds memory and a port.
 
 A killed process cannot clean anything up. `Lifeline` therefore gives this task to a watcher process. It waits at the
-end of a pipe that only the owner holds open. The kernel closes the pipe however the owner ends. `end_with_parent` is
-for processes that others start for us.
+end of a pipe that only the owner holds open. The kernel closes the pipe however the owner ends. So a process has a
+lifeline from its first instruction on. `end_with_parent` is for processes that others start for us.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _RELEASED = b"."
+_POLL_S = 0.05
 
 
 class Lifeline:
-    """Kills a process group with SIGKILL as soon as this process is gone. Stopped processes go as well.
+    """Ends a process group as soon as this process is gone, by SIGKILL in the end. Stopped processes go as well.
 
     Args:
         group: of the processes, which is the process id of one that was started with `start_new_session=True`.
+        grace_s: time from SIGTERM to SIGKILL, for a process that has something to clean up; 0: no SIGTERM.
+        mark: `NAME=VALUE` in the environment of the group and of no other process. What it started in other groups is
+            killed by it.
     """
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, *, grace_s: float = 0.0, mark: str = "") -> None:
         # Isolated and without site-packages, the watcher is up in milliseconds and small.
         self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(group)],
+            [sys.executable, "-I", "-S", __file__, str(group), str(grace_s), mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -54,18 +60,43 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
+def marked(mark: str) -> list[int]:
+    """Processes with `mark` (`NAME=VALUE`) in their environment, where the system tells (Linux)."""
+    wanted, found = b"\0" + os.fsencode(mark) + b"\0", []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Processes of others, and those that have just ended, tell nothing.
+        with suppress(OSError):
+            if wanted in b"\0" + (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """End every process with `mark` at once."""
+    for stray in marked(mark):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(stray, signal.SIGKILL)
+
+
 def end_with_parent() -> None:
     """This process gets SIGKILL when the thread that started it ends. Linux only; elsewhere nothing happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _watch(group: int) -> None:
+def _watch(group: int, grace_s: float, mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.stdin.buffer.read(1) != _RELEASED:
-        signal_group(group, signal.SIGKILL)
+    if sys.stdin.buffer.read(1) == _RELEASED:
+        return
+    until = time.monotonic() + grace_s
+    if grace_s and signal_group(group, signal.SIGTERM):
+        while signal_group(group, 0) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+    signal_group(group, signal.SIGKILL)
+    if mark:
+        kill_marked(mark)
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]))
+    _watch(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

@@ -30,7 +30,7 @@ class Best:
     def __init__(self, config: Config, folder: Path) -> None:
         self._keeps, self._metric, self._path = (
             config.eval.keep_best,
-            best_metric(config.eval, config.task),
+            best_metric(config.eval, config.task, config.rollout),
             folder / "best",
         )
         self._value: float | None = None

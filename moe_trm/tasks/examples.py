@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import msgspec
 from moe_trm.errors import ConfigError
 from moe_trm.tasks.rows import Row, read_rows
 
+MOST_TOLD = 20
+"""Bad rows that an error names."""
 QUESTION_FIELDS = ("prompt", "question")
 """Fields searched for the question when `task.prompt_field` is not set."""
 
@@ -43,17 +47,46 @@ class Fields:
     need_answer: bool = True
 
 
-def read_examples(source: str | Path, fields: Fields | None = None) -> list[Example]:
+def read_examples(
+    source: str | Path, fields: Fields | None = None, finish: Callable[[Example, str], Example] = lambda one, _: one
+) -> list[Example]:
     """Every row of a source (`rows.read_rows`).
 
+    Args:
+        source: where the rows are.
+        fields: their names.
+        finish: makes the final example of one and its place. Raises `ConfigError` too.
+
     Raises:
-        ConfigError: as `read_rows`; no rows; a row whose question is neither text nor messages, or whose answer is
-            missing.
+        ConfigError: as `read_rows`; no rows; rows whose question is neither text nor messages, or whose answer is
+            missing. All bad rows are told together.
     """
-    examples = [_example(row, fields or Fields()) for row in read_rows(source)]
+    examples, bad = list[Example](), list[ConfigError]()
+    for row in read_rows(source, bad):
+        try:
+            examples.append(finish(_example(row, fields or Fields()), row.where))
+        except ConfigError as error:
+            bad.append(error)
+    if bad:
+        raise bad[0] if len(bad) == 1 else _together(source, bad, len(bad) + len(examples))
     if not examples:
         raise ConfigError("prompt file is empty", where=str(source), got="no rows", expected="at least one row")
     return examples
+
+
+def _together(source: str | Path, bad: Sequence[ConfigError], rows: int) -> ConfigError:
+    """One error of several rows: how many have which fault, and the first rows with their values."""
+    faults = Counter(error.what for error in bad)
+    told = [f"{number} x {what}" for what, number in faults.most_common()]
+    told += [f"{error.where.removeprefix(f'{source}, ')}: {error.got}" for error in bad[:MOST_TOLD]]
+    told += [f"... and {len(bad) - MOST_TOLD} more"] if len(bad) > MOST_TOLD else []
+    return ConfigError(
+        f"{len(bad)} of {rows} rows of the prompt file cannot be used",
+        where=str(source),
+        got="\n".join(told),
+        expected="; ".join(dict.fromkeys(str(error.expected) for error in bad)),
+        fix="; ".join(dict.fromkeys(error.fix for error in bad if error.fix)) or "mend or remove these rows",
+    )
 
 
 def _example(row: Row, fields: Fields) -> Example:
@@ -64,7 +97,7 @@ def _example(row: Row, fields: Fields) -> Example:
         raise ConfigError(
             "a row of the prompt file has no prompt",
             where=row.where,
-            got=f"fields {sorted(row.fields)}",
+            got=f"{key} is {reprlib.repr(row.fields[key])}" if key else f"fields {sorted(row.fields)}",
             expected=f"text, or messages with role and content, under {' or '.join(candidates)}",
             fix="name the field with task.prompt_field",
         )
@@ -74,7 +107,7 @@ def _example(row: Row, fields: Fields) -> Example:
         raise ConfigError(
             "a row of the prompt file has no answer",
             where=row.where,
-            got=repr(answer),
+            got=f"{fields.answer} is {reprlib.repr(answer)}" if fields.answer in row.fields else f"no {fields.answer}",
             expected=f"text or a number under {fields.answer}",
             fix="name the field with task.answer_field; only a reward of your own can do without",
         )

@@ -13,17 +13,17 @@ _MARK = "####"
 
 
 def read_gsm8k(path: str | Path) -> list[Example]:
-    """The examples of a GSM8K file, each with its final answer alone. Raises `ConfigError`, naming the line."""
-    return [_final_answer(example, path) for example in read_examples(path)]
+    """The examples of a GSM8K file, each with its final answer alone. Raises `ConfigError`, naming the lines."""
+    return read_examples(path, finish=_final_answer)
 
 
-def _final_answer(example: Example, path: str | Path) -> Example:
+def _final_answer(example: Example, where: str) -> Example:
     _, mark, tail = example.answer.rpartition(_MARK)
     if not mark or not tail.strip():
         raise ConfigError(
             "a GSM8K answer has no final answer",
-            where=f"{path} ({example.name})",
-            got=repr(example.answer[-60:]),
+            where=where,
+            got=f"answer ends in {example.answer[-60:]!r}",
             expected="`#### ` and the number at its end",
             fix="use task.name=jsonl for other files",
         )

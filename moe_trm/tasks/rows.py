@@ -24,23 +24,23 @@ class Row:
     fields: Mapping[str, Any]
 
 
-def read_rows(source: str | Path) -> Iterator[Row]:
-    """Every row of `source`, in order.
+def read_rows(source: str | Path, bad: list[ConfigError]) -> Iterator[Row]:
+    """Every row of `source` that can be read, in order.
 
     Args:
         source: a file that ends in `.parquet`; any other file, read as JSONL (one object a line, blank lines skipped);
             or `hf:NAME`, `hf:NAME:SPLIT`, `hf:NAME:CONFIGURATION:SPLIT` (split `train` when none is given).
+        bad: gets an error for each line that is no JSON object, told by its number.
 
     Raises:
-        ConfigError: no such file or data set, a reader that is not installed, or a line that is no JSON object, told by
-            its number.
+        ConfigError: no such file or data set, or a reader that is not installed.
     """
     check_source(source)
     text = str(source)
     if text.startswith(HUB):
         return _hub(text)
     path = Path(source)
-    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path, bad)
 
 
 def check_source(source: str | Path) -> None:
@@ -55,12 +55,18 @@ def check_source(source: str | Path) -> None:
         )
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path, bad: list[ConfigError]) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                yield Row(f"{path.name}:{number}", where, _object(line, where))
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                fields = _object(line, where)
+            except ConfigError as error:
+                bad.append(error)
+            else:
+                yield Row(f"{path.name}:{number}", where, fields)
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:

@@ -154,10 +154,13 @@ def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Pat
     assert 1 <= done < STEPS
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done:06d}"]
 
-    finished = forked(folder, name, "checkpoint.every=0", ranks=1)
+    refused = forked(folder, name, "checkpoint.every=0", ranks=1)
+    assert refused.statuses == [REFUSED]
+    assert "this run began with other settings" in refused.stderr
+    finished = forked(folder, name, "checkpoint.every=0", "checkpoint.allow_changes=true", ranks=1)
     assert finished.ok, finished.stderr
     assert f"going on after step {done}" in finished.stdout
-    assert "learner.parallel.expert: 2 -> 1" in finished.stderr
+    assert f"changed after step {done}: learner.parallel.expert: 2 -> 1" in finished.stdout
     rows, expected = metrics_of(run), metrics_of(alone)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert books_balance(rows)
@@ -258,12 +261,17 @@ def test_an_export_refuses_what_it_cannot_make(
 
 
 def test_a_finished_run_has_nothing_left_to_do(folder: Path, alone: Path) -> None:
-    """The same command again: no step is done twice, and the metrics stay as they are."""
-    before = (alone / "metrics.jsonl").read_bytes()
+    """The same command again, and one with other settings: no step is done twice, and the folder stays as it is."""
+    names = ("config.json", "metrics.jsonl", "report.html", "run.json", "controller.log")
+    before = [(alone / name).read_bytes() for name in names]
     done = forked(folder, "alone")
     assert done.ok, done.stderr
-    assert f"all {STEPS} steps are done" in done.stdout
-    assert (alone / "metrics.jsonl").read_bytes() == before
+    assert "nothing is left to do" in done.stdout
+    changed = forked(folder, "alone", "replay.mode=none", "train.steps=2")
+    assert changed.statuses == [REFUSED, REFUSED]
+    assert f"this run has finished: all its {STEPS} steps are done" in changed.stderr
+    assert [(alone / name).read_bytes() for name in names] == before
+    assert b"the controller begins" in before[-1]
 
 
 @pytest.mark.slow
@@ -289,8 +297,11 @@ def test_an_error_that_can_only_repeat_uses_up_no_restart(folder: Path) -> None:
     """The routes are made up: a bound on local flips that real ones keep stops the run, once."""
     job = start(folder, "refused", "train.max_restarts=3", "replay.max_local_flip_rate=0.05", ranks=1)
     assert job.wait() == REFUSED, job.output
-    assert job.output.count("MisalignedError") == 1
+    assert job.output.count("MisalignedError:") == 1
     assert "again" not in job.output
+    report = (folder / "refused" / "report.html").read_text()
+    assert "failed" in report[: report.index("</header>")]
+    assert "MisalignedError (step 1" in report[: report.index("</header>")]
 
 
 def test_when_the_job_is_killed_nothing_of_it_stays(folder: Path) -> None:
@@ -363,7 +374,8 @@ def test_a_full_disk_is_told_and_the_run_goes_on_with_older_checkpoints_intact(
     assert books_balance(metrics_of(folder / "full"))
     assert timeless(metrics_of(folder / "full")) == timeless(metrics_of(alone))
     assert [path.name for path in small_disk.iterdir()] == ["step-000001"]
-    again = start(folder, "full", f"checkpoint.dir={small_disk}", "train.steps=2")
+    fewer = ["train.steps=2", "checkpoint.allow_changes=true"]
+    again = start(folder, "full", f"checkpoint.dir={small_disk}", *fewer)
     assert again.wait() == 0, again.output
     assert "going on after step 1" in again.output
 

@@ -153,7 +153,8 @@ def test_when_the_job_is_killed_in_the_middle_of_a_step_nothing_stays_and_the_sa
     assert not {proxy.laddr.port for proxy in psutil.net_connections() if proxy.status == "LISTEN"} & ports
 
     steps = len(metrics_of(run)) + 1
-    again = subprocess.run([*command, f"train.steps={steps}"], capture_output=True, text=True, check=False)
+    command += ["checkpoint.allow_changes=true", f"train.steps={steps}"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "going on after step" in again.stdout
     rows = metrics_of(run)

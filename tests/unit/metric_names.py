@@ -109,7 +109,7 @@ def _families() -> Mapping[str, Sequence[str]]:
     """f-strings of the source and the names, or regular expressions of names, that they make."""
     causes, sets = ("engine", "staleness"), ("eval/", f"eval/{WORD}/")
     answers: tuple[str, ...] = ("prompts", "accuracy", "reward", "length_mean", "finished_fraction")
-    answers += (f"avg_at_{NUMBER}", f"pass_at_{NUMBER}")
+    answers += (f"avg_at_{NUMBER}", f"pass_at_{NUMBER}", f"best_at_{NUMBER}")
     lows, margins = (1, *(edge + 1 for edge in POSITIONS)), pairwise([0, *MARGINS, "up"])
     return {
         "correction/{rule}/threshold_{name}": [
@@ -134,6 +134,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         "records/rejected/{reason}": [f"records/rejected/{reason}" for reason in reasons()],
         "reference/{name}_kl": ["reference/k1_kl", "reference/k3_kl"],
         "rejected_rows/{rejection.reason}": [f"agent/rejected_rows/{reason}" for reason in reasons()],
+        "reward/{name}": [f"{each}reward/{WORD}" for each in sets],
         "reward/{name}/mean": [f"reward/{WORD}/mean"],
         "rollout/age_share/{age}": [f"rollout/age_share/{NUMBER}"],
         "routing/flips/engine/margin_{least}_{most}": [f"routing/flips/engine/margin_{a}_{b}" for a, b in margins],

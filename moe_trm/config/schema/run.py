@@ -42,7 +42,10 @@ class CheckpointConfig(Section):
     """Folder that every learner rank sees; none: `runs/NAME/checkpoints`."""
     resume: str = "auto"
     """`auto`: go on from the newest checkpoint of this run whose checksums are right; begin anew where there is none.
-    `never`: begin anew; existing checkpoints are set aside. Else the path of one checkpoint (`.../step-000100`)."""
+    `never`: begin anew; what is there is set aside. Else the path of one checkpoint (`.../step-000100`)."""
+    allow_changes: bool = False
+    """Go on with other settings than those of the run's last start, which `settings.jsonl` then keeps. Place,
+    processes and what a run shows may change without it."""
     export_every: Count = 0
     """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all
     of which are kept; 0: none."""

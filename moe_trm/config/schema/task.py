@@ -80,7 +80,8 @@ class EvalConfig(Section):
     """Measurements of an evaluation on held-out prompts beside the greedy answers. It changes nothing in training."""
 
     samples: Count = 0
-    """Sampled answers to each held-out prompt, for `eval/avg_at_K` and `eval/pass_at_K`; 0: the greedy answer alone."""
+    """Sampled answers to each held-out prompt, for `eval/avg_at_K` and `eval/pass_at_K` (`eval/best_at_K` of rewards
+    that are not all 0 or 1); 0: the greedy answer alone."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of the sampled answers."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -92,4 +93,4 @@ class EvalConfig(Section):
     first that beats the start."""
     best_metric: str | None = None
     """Metric that decides which evaluation is best, the highest value; e.g. `eval/pass_at_8`. None: `eval/accuracy`,
-    and with a reward function of your own `eval/reward`."""
+    and with a reward of your own (`task.reward`, a rollout function, an agent) `eval/reward`."""

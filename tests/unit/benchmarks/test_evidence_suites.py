@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +23,7 @@ ABOUT = {
     "precision": ("learner.dtype", "rollout.server.dtype"),
     "decay": ("optimizer.lr", "optimizer.schedule", "optimizer.decay_steps"),
     "phase_map": ("learner.minibatches", "replay.mode", "loss.clip_"),
+    "router_noise": ("correction.", "replay.", "rollout.fake_router_noise", "loss.", "optimizer.lr"),
 }
 """Settings by which the arms of a suite may differ."""
 
@@ -35,9 +38,9 @@ def test_a_suite_compares_what_it_says(plans: Mapping[str, ExperimentPlan], name
     plan, suite = plans[name], SUITES[name]
     assert plan.file.name == name
     assert len(plan.file.seeds) >= 3
-    assert suite.late <= plan.file.steps <= 30
+    assert suite.late <= plan.file.steps <= 100
     for config in plan.configs.values():
-        assert config.task.eval_size >= 512
+        assert config.task.eval_size >= 256
         assert config.eval.samples
         assert config.train.eval_every == 0
     for arm in plan.file.arms:
@@ -117,6 +120,13 @@ def test_figures_pair_seeds_and_count_failures() -> None:
     picture = suite_figures.draw(arms, SUITE)
     assert picture.count("<circle") == 7
     assert "TIS (4)" in picture
+
+
+@pytest.mark.parametrize("best", [0.35, 0.5, 0.75, 0.99])
+def test_labels_of_the_axis_do_not_meet(best: float) -> None:
+    picture = suite_figures.draw([arm("none", {0: 0.05}), arm("TIS", {0: best})], SUITE)
+    places = [float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*anchor="middle"[^>]*>0\.\d\d<', picture)]
+    assert min(right - left for left, right in itertools.pairwise(places)) >= 40
 
 
 def test_answers_after_the_run_are_figures_of_their_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import threading
@@ -15,13 +14,11 @@ import pytest
 import torch
 
 from moe_trm.checkpoint import folder as folder_module
-from moe_trm.checkpoint.differences import differences
 from moe_trm.checkpoint.folder import CheckpointFolder, rank_file, read_manifest
 from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
 from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.checkpoint.writer import BackgroundWriter, Contents
-from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
 from moe_trm.runtime.interruption import Interruption
@@ -235,22 +232,11 @@ def test_half_a_checkpoint_is_not_one(run_dir: Path) -> None:
     assert names(run_dir) == ["step-000004"]
 
 
-def test_every_setting_that_changes_what_a_step_computes_is_told() -> None:
-    saved = flatten(settings().dump())
-    untold = {key for key in saved if not differences(saved, {**saved, key: "another"})}
-    places = ("train.", "checkpoint.", "record.", "sync.", "rollout.server.")
-    assert {key for key in untold if not key.startswith(places)} == {
-        *("name", "run_dir", "rollout.url", "rollout.urls", "rollout.api_key", "rollout.intake_processes")
-    }
-
-
-def test_other_settings_are_told(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = settings()
-    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
-    caplog.set_level(logging.WARNING)
-    Checkpoints(changed, run_dir, Interruption()).load(TinyLearner())
-    [told] = [record.getMessage() for record in caplog.records]
-    assert told.endswith("another setting: optimizer.lr: 0.0001 -> 0.5")
+def test_settings_of_another_runs_checkpoint_are_at_hand(run_dir: Path, tmp_path: Path) -> None:
+    assert open_checkpoints(run_dir).branched is None
+    own = run_dir / "checkpoints" / "step-000004"
+    assert open_checkpoints(tmp_path / "other", resume=str(own)).branched == settings().dump()
+    assert open_checkpoints(run_dir, resume=str(own)).branched is None
 
 
 def test_a_full_disk_leaves_the_run_and_older_checkpoints_alone(

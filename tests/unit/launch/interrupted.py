@@ -7,14 +7,15 @@ import subprocess
 import sys
 
 
-def assert_ends_silently(program: str, said: str) -> None:
-    """Ctrl-C when `program` has printed the line `said` ends it at once: the status of a shell, and no traceback."""
+def assert_ends_with_one_line(program: str, said: str, line: str) -> None:
+    """Ctrl-C when `program` has printed the line `said` ends it at once: a shell's status, and `line` on stderr."""
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == f"{said}\n"
         running.send_signal(signal.SIGINT)
-        _, told = running.communicate(timeout=30)
+        rest, told = running.communicate(timeout=30)
     assert running.returncode == 128 + signal.SIGINT
-    assert told == ""
+    assert "went on" not in rest
+    assert told == f"{line}\n"

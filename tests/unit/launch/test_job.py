@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from launch import rollout_process
 from launch.child import Child
 from launch.job import Signals, wait_for, watch
 from launch.rollout_process import RolloutProcess
-from tests.unit.launch.interrupted import assert_ends_silently
+from tests.unit.launch.interrupted import assert_ends_with_one_line
 
 PROGRAM = """
 import sys, time
@@ -26,8 +28,58 @@ sys.exit(main(["train", "config.yaml"]))
 """
 
 
-def test_ctrl_c_while_starting_ends_it_at_once_and_without_a_traceback() -> None:
-    assert_ends_silently(PROGRAM, "starting")
+IMPORTING = """
+import sys, time, types
+from moe_trm import cli
+def importing(name):
+    print("importing", flush=True)
+    try:
+        time.sleep(60)
+    except BaseException:  # as an extension module may that calls back into Python
+        pass
+    print("went on", flush=True)
+    return types.SimpleNamespace(configure=lambda parser: None, run=lambda args: 0)
+cli.importlib = types.SimpleNamespace(import_module=importing)
+sys.exit(cli.main(["train"]))
+"""
+CHECKING = """
+import sys, time
+import launch.job
+def checks(*args): print("checking", flush=True); time.sleep(60)
+launch.job.load_here = checks
+from moe_trm.cli import main
+sys.exit(main(["train", "config.yaml"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "told"),
+    [
+        (IMPORTING, "importing", "interrupted"),
+        (PROGRAM, "starting", "interrupted"),
+        (CHECKING, "checking", "stopped before anything was started"),
+    ],
+)
+def test_ctrl_c_while_starting_ends_it_at_once_with_one_line(program: str, said: str, told: str) -> None:
+    """Also where code that is imported catches everything."""
+    assert_ends_with_one_line(program, said, told)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_a_check_swallows_starts_nothing(number: signal.Signals) -> None:
+    with Signals() as signals:
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(number)
+        assert ended.value.code == 128 + number
+        assert signals.begin() == number
+
+
+@contextmanager
+def begun() -> Iterator[Signals]:
+    """Of a job that has started something."""
+    with Signals() as signals:
+        assert not signals.begin()
+        yield signals
 
 
 def child(code: str) -> Child:
@@ -48,21 +100,21 @@ def server(monkeypatch: pytest.MonkeyPatch, code: str) -> RolloutProcess:
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (4, 4), (-9, 128 + 9)])
 def test_the_exit_code_is_that_of_the_learner(code: int, status: int) -> None:
     ends = f"import os; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
-    with Signals() as signals, child(ends) as learner:
+    with begun() as signals, child(ends) as learner:
         assert watch(learner, signals) == status
 
 
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("raise SystemExit(0)", 1)])
 def test_a_server_that_does_not_start_ends_the_learner(monkeypatch: pytest.MonkeyPatch, code: str, status: int) -> None:
-    with Signals() as signals, server(monkeypatch, code) as started, child(WAITS) as learner:
+    with begun() as signals, server(monkeypatch, code) as started, child(WAITS) as learner:
         assert watch(learner, signals, started) == status
     assert learner.poll() == -signal.SIGKILL
-    with Signals() as signals, server(monkeypatch, code) as started:
+    with begun() as signals, server(monkeypatch, code) as started:
         assert wait_for(started, signals) == status
 
 
 def test_a_learner_that_refuses_ends_the_start_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Signals() as signals, server(monkeypatch, WAITS) as started, child("raise SystemExit(2)") as learner:
+    with begun() as signals, server(monkeypatch, WAITS) as started, child("raise SystemExit(2)") as learner:
         assert watch(learner, signals, started) == 2
     assert started._child.poll() == -signal.SIGTERM
 
@@ -71,17 +123,17 @@ def test_a_learner_that_refuses_ends_the_start_of_the_server(monkeypatch: pytest
 def test_a_signal_while_the_server_starts_ends_all_at_once(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    with Signals() as signals, server(monkeypatch, WAITS) as started, child(WAITS) as learner:
+    with begun() as signals, server(monkeypatch, WAITS) as started, child(WAITS) as learner:
         signal.raise_signal(number)
         assert watch(learner, signals, started) == 128 + number
     assert learner.poll() == -signal.SIGKILL
-    with Signals() as signals, server(monkeypatch, WAITS) as started:
+    with begun() as signals, server(monkeypatch, WAITS) as started:
         signal.raise_signal(number)
         assert wait_for(started, signals) == 128 + number
 
 
 def test_a_server_that_is_ready_is_asked_to_end_after_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Signals() as signals, server(monkeypatch, f"{SERVED}{READY}time.sleep(600)") as started:
+    with begun() as signals, server(monkeypatch, f"{SERVED}{READY}time.sleep(600)") as started:
         assert wait_for(started, signals) is None
         with child("raise SystemExit(0)") as learner:
             assert watch(learner, signals, started) == 0
@@ -96,6 +148,7 @@ from launch.child import Child
 from launch.job import Signals, watch
 from moe_trm.runtime.output import outliving_readers
 with outliving_readers(), Signals() as signals, Child([sys.executable, "-I", "-S", *sys.argv[1:]], {}) as learner:
+    signals.begin()
     print("begun", flush=True)
     sys.exit(watch(learner, signals))
 """

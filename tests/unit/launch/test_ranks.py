@@ -16,11 +16,19 @@ from launch.job import learner_environment
 from moe_trm.errors import REFUSED
 
 PROGRAM = """
-import sys
+import sys, time
 from launch import ranks
 stop = ranks.Stop()
 print("listening", flush=True)
-print(ranks.run_with_restarts(2, sys.argv[1:], 1, stop))
+launch = ranks.elastic_launch
+def launched(*args):
+    try:
+        time.sleep(1.0 if sys.argv[-1] == "swallows" else 0.0)
+    except Exception:  # as torchrun's own code does in places
+        pass
+    return launch(*args)
+ranks.elastic_launch = launched
+print(ranks.run_with_restarts(2, sys.argv[1:], 1, stop)[0])
 """
 RANK = """
 import os, sys
@@ -39,6 +47,7 @@ folder, saves = Path(sys.argv[1]), sys.argv[2] == "saves"
 signal.signal(signal.SIGTERM, lambda *_: (folder / f"saved-{os.environ['RANK']}").touch() or sys.exit(0))
 if not saves:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 (folder / f"begun-{os.environ['RANK']}").touch()
 time.sleep(600)
 """
@@ -76,13 +85,13 @@ def test_ranks_are_started_again_unless_they_refuse(tmp_path: Path, status: int,
     assert names == sorted(f"{life}-{rank}" for life in ("first", "second")[:lives] for rank in range(2))
 
 
-@pytest.mark.parametrize("moment", ["before", "imports", "saves"])
+@pytest.mark.parametrize("moment", ["before", "swallows", "imports", "saves"])
 def test_a_stop_is_never_lost(tmp_path: Path, moment: str) -> None:
-    """Before there is a rank, while ranks cannot save yet, and when they can."""
+    """Before there is a rank (torchrun catches everything there), while ranks cannot save yet, and when they can."""
     with started(tmp_path, STOPPED, moment) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "listening\n"
-        while moment != "before" and len(list(tmp_path.glob("begun-*"))) < 2:
+        while moment in ("imports", "saves") and len(list(tmp_path.glob("begun-*"))) < 2:
             assert running.poll() is None
             time.sleep(0.01)
         running.send_signal(signal.SIGTERM)

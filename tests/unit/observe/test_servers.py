@@ -52,7 +52,7 @@ def test_lines_tell_each_change_once() -> None:
 
 
 def test_the_run_folder_and_the_report_keep_it(tmp_path: Path) -> None:
-    log = ServerLog(tmp_path, first_step=0)
+    log = ServerLog(tmp_path)
     log.servers(WELL)
     assert not (tmp_path / FILE).exists()
     log.servers(LOST)
@@ -65,8 +65,3 @@ def test_the_run_folder_and_the_report_keep_it(tmp_path: Path) -> None:
     assert "it was killed" in page
     assert "back after about 3 s" in page
     assert "last look" not in page
-    # A run that goes on keeps it, one that begins anew does not.
-    ServerLog(tmp_path, first_step=5)
-    assert (tmp_path / FILE).exists()
-    ServerLog(tmp_path, first_step=0)
-    assert not (tmp_path / FILE).exists()

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_trm.config.schema import EvalConfig
+from moe_trm.config.schema import EvalConfig, RolloutConfig, TaskConfig
+from moe_trm.config.task_rules import best_metric, greedy_metric
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.evaluation import Evaluator
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
@@ -30,7 +31,8 @@ class Answers:
         reward = self.left[prompt.prompt_id].pop(0)
         if reward is None:
             raise RecordRejected("reward_error", "no reward")
-        return replace(make_record(num_sampled=4), reward=reward)
+        parts = {"right": float(reward >= 1), "style": round(reward % 1, 6)} if reward % 1 else {}
+        return replace(make_record(num_sampled=4), reward=reward, reward_parts=parts)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -74,6 +76,37 @@ def test_an_answer_without_a_reward_is_left_out_and_counted() -> None:
     assert metrics["eval/accuracy"] == 1
     assert metrics["eval/avg_at_2"] == metrics["eval/pass_at_2"] == 1
     assert metrics["eval/rejected/reward_error"] == 4
+
+
+def test_rewards_that_are_not_right_or_wrong_make_no_share() -> None:
+    """A composite of an agent, say: neither an accuracy nor a pass@k, and its parts are told."""
+    metrics, _ = measure(EvalConfig(samples=2), {"": {"a": [1.1, 0.2, 1.1], "b": [0.2, 0.0, 1.0]}})
+    assert metrics.keys() >= {"eval/reward", "eval/avg_at_2", "eval/best_at_2"}
+    assert not metrics.keys() & {"eval/accuracy", "eval/pass_at_2"}
+    assert metrics["eval/reward"] == pytest.approx(0.65)
+    assert metrics["eval/best_at_2"] == pytest.approx(1.05)
+    assert metrics["eval/reward/right"] == 0.5
+    assert metrics["eval/reward/style"] == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reward", "name"),
+    [
+        ({}, None, "accuracy"),
+        ({}, "math_verify", "accuracy"),
+        ({}, "own.py:reward", "reward"),
+        ({"agent": "own.py:agent"}, None, "reward"),
+        ({"agent": ["python", "agent.py"]}, None, "reward"),
+        ({"function": "own.py:rollout"}, None, "reward"),
+        ({"function": "own.py:rollout"}, "exact", "accuracy"),
+    ],
+)
+def test_a_mean_is_an_accuracy_only_where_the_reward_says_right_or_wrong(
+    rollout: dict[str, object], reward: str | None, name: str
+) -> None:
+    task, side = TaskConfig(reward=reward), RolloutConfig.model_validate(rollout)
+    assert greedy_metric(task, side) == name
+    assert best_metric(EvalConfig(), task, side) == f"eval/{name}"
 
 
 @pytest.mark.parametrize("sets", [{}, {"": {"a": [None]}}])

@@ -238,3 +238,13 @@ def test_nobody_gets_the_port_of_a_server_that_has_not_listened_yet() -> None:
         number = taken.getsockname()[1]
         with pytest.raises(EngineError, match="not available"), held_port("127.0.0.1", number):
             pass
+
+
+def test_of_two_jobs_that_start_at_one_port_the_second_is_told() -> None:
+    """Neither server listens yet. The second learner would reach the first server, and blame its key."""
+    with held_port("127.0.0.1", 0) as port:
+        second = held_port("127.0.0.1", port)
+        with pytest.raises(EngineError, match="another job starts its server there"), second:
+            raise AssertionError("both start")
+    with held_port("127.0.0.1", port):
+        pass

@@ -13,6 +13,7 @@ from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.models.tiny.checkpoint import EOS, TinyShape, character_tokenizer, make_checkpoint, save, tiny_model
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.examples import Fields, read_examples
+from moe_trm.tasks.gsm8k import read_gsm8k
 from moe_trm.tasks.rows import read_rows
 from moe_trm.tasks.tokens import Tokens
 
@@ -70,6 +71,25 @@ def test_a_field_that_no_function_could_be_sent_is_told_at_launch(tmp_path: Path
         read_examples(path)
 
 
+def test_bad_rows_are_told_together_with_the_field_that_is_wrong(tmp_path: Path) -> None:
+    """How many have which fault, and the first of them with their lines and values."""
+    path = tmp_path / "a.jsonl"
+    good = [json.dumps({"prompt": "2+2", "answer": "4"})] * 3
+    bad = ['{"prompt": ', '{"prompt": 7, "answer": "4"}', '{"prompt": "x", "answer": null}', "[]"]
+    bad += ['{"prompt": "x", "gold": "4"}'] * 20
+    path.write_text("\n".join([good[0], *bad, *good[1:]]))
+    with pytest.raises(ConfigError, match="24 of 27 rows of the prompt file cannot be used") as told:
+        read_examples(path)
+    lines = str(told.value.got).splitlines()
+    assert lines[0] == "21 x a row of the prompt file has no answer"
+    assert {"1 x a line of the prompt file is not valid JSON", "1 x a row of the prompt file has no prompt"} < {*lines}
+    assert {"line 3: prompt is 7", "line 4: answer is None", "line 6: no answer", "... and 4 more"} < {*lines}
+    gsm = jsonl(tmp_path / "g.jsonl", *({"question": "x", "answer": f"so {n}"} for n in range(2)))
+    with pytest.raises(ConfigError, match="2 of 2 rows") as told:
+        read_gsm8k(gsm)
+    assert "line 2: answer ends in 'so 1'" in str(told.value.got)
+
+
 def test_parquet_and_jsonl_give_the_same_examples(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": MESSAGES, "answer": "4", "tests": ["a", "b"]}] * 3
     one = read_examples(parquet(tmp_path / "a.parquet", rows))
@@ -88,17 +108,17 @@ def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
 def test_a_data_set_by_name_or_a_clear_error(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", {"prompt": "2+2", "answer": "4"})
-    [row] = read_rows(f"hf:{tmp_path}:train")
+    [row] = read_rows(f"hf:{tmp_path}:train", [])
     assert row.fields == {"prompt": "2+2", "answer": "4"}
     with pytest.raises(ConfigError, match="cannot be loaded") as caught:
-        list(read_rows("hf:no-such-owner/no-such-data-set"))
+        list(read_rows("hf:no-such-owner/no-such-data-set", []))
     assert "parquet" in caught.value.fix
 
 
 @pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
 def test_without_the_reader_a_data_set_is_refused_with_what_to_install() -> None:
     with pytest.raises(ConfigError, match="datasets is not installed") as caught:
-        list(read_rows("hf:gsm8k:main:train"))
+        list(read_rows("hf:gsm8k:main:train", []))
     assert "moe-trm[data]" in caught.value.fix
 
 

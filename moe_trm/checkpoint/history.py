@@ -1,0 +1,142 @@
+"""A run's folder is its history: what a start may change in it, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_trm.checkpoint.differences import Change, differences
+from moe_trm.errors import RunError
+from moe_trm.report import changed_settings, lost_servers, run_end
+from moe_trm.report.run import CHOICES
+from moe_trm.runtime.lock import held_alone
+
+END_OF_KILLED_S = 5.0
+"""Time for the processes of an earlier start, which were killed, to be gone."""
+ALL_DONE = "all steps are done, and nothing is left to do"
+SUPERSEDED = "superseded"
+_FILES = (
+    "config.json",
+    CHOICES,
+    "metrics.jsonl",
+    lost_servers.FILE,
+    changed_settings.FILE,
+    run_end.FILE,
+    "report.html",
+    "transcripts",
+)
+"""What the history of a run consists of, beside its checkpoints and the logs of its processes."""
+
+
+def is_done(run_dir: Path, now: Mapping[str, Any]) -> bool:
+    """True where nothing is left to do: the run has finished with these very settings.
+
+    Args:
+        run_dir: folder of the run.
+        now: `Config.dump()` of this start.
+
+    Raises:
+        RunError: the start would rewrite a finished run, or go on with other settings without
+            `checkpoint.allow_changes`.
+    """
+    settings, end = now["checkpoint"], run_end.read_end(run_dir)
+    if settings["resume"] == "never" or not has_steps(run_dir):
+        return False
+    changes = changes_since(run_dir, now)
+    if end is not None and end.state == "finished":
+        if settings["resume"] == "auto" and not changes:
+            return True
+        if settings["resume"] != "auto" or now["train"]["steps"] <= end.step:
+            raise RunError(
+                f"this run has finished: all its {end.step} steps are done",
+                where=str(run_dir),
+                got=_listed(changes) or f"checkpoint.resume={settings['resume']}",
+                expected="the settings it finished with; a finished run is not rewritten",
+                fix="Choose another `name` or `run_dir`, or raise train.steps with checkpoint.allow_changes=true."
+                " checkpoint.resume=never begins anew, and sets aside what is there.",
+            )
+    if changes and not settings["allow_changes"]:
+        raise RunError(
+            "this run began with other settings",
+            where=str(run_dir),
+            got=_listed(changes),
+            expected="the settings of its last start (config.json)",
+            fix="Set checkpoint.allow_changes=true to go on with them, which the report then shows, or choose another"
+            " `name` or `run_dir`. checkpoint.resume=never begins anew.",
+        )
+    return False
+
+
+def only_trainer(lock: Path) -> AbstractContextManager[None]:
+    """Hold a lock of a run's folder inside the `with`; see `held_alone`. Raises `RunError`."""
+    return held_alone(
+        lock,
+        "trains into this folder",
+        patience_s=END_OF_KILLED_S,
+        fix="choose another `name` or `run_dir` for this run",
+    )
+
+
+def has_steps(run_dir: Path) -> bool:
+    """True for the folder of a run that has measured something."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def changes_since(run_dir: Path, now: Mapping[str, Any]) -> list[Change]:
+    """What differs from the last start in this folder; nothing where there was none that can be read."""
+    try:
+        saved = json.loads((run_dir / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return []
+    return differences(saved, now)
+
+
+def begin(
+    run_dir: Path, now: Mapping[str, Any], *, first_step: int, branched: Mapping[str, Any] | None
+) -> list[Change]:
+    """Write the settings of this start, and what they change; returns the changes. Only one rank may.
+
+    A run that begins anew sets aside what an earlier one left.
+
+    Args:
+        run_dir: folder of the run.
+        now: `Config.dump()` of this start.
+        first_step: the step after which it goes on; 0: it begins anew.
+        branched: settings of the checkpoint that it goes on from, where that is another run's.
+    """
+    if first_step == 0 and has_steps(run_dir):
+        _set_aside(run_dir)
+    changes: Sequence[Change] = []
+    if first_step:
+        changes = differences(branched, now) if branched is not None else changes_since(run_dir, now)
+    with (run_dir / changed_settings.FILE).open("ab") as file:
+        for change in changes:
+            line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
+            file.write(msgspec.json.encode(line) + b"\n")
+    partial = run_dir / "config.json.partial"
+    partial.write_text(json.dumps(now, indent=2) + "\n")
+    partial.rename(run_dir / "config.json")
+    return list(changes)
+
+
+def _set_aside(run_dir: Path) -> None:
+    parent = run_dir / SUPERSEDED
+    parent.mkdir(exist_ok=True)
+    taken = [int(name) for name in os.listdir(parent) if name.isdigit()]
+    aside = parent / str(max(taken, default=0) + 1)
+    aside.mkdir()
+    for name in _FILES:
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return "\n".join(map(str, changes))

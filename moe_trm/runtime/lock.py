@@ -1,0 +1,116 @@
+"""Locks that the kernel holds: one process at a time works in a folder, and nobody is locked out by a dead one.
+
+A lock is a `flock` on a file, which ends with its process, however that ends. The file tells others who holds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from moe_trm.errors import RunError
+from moe_trm.runtime.private import private_folder
+
+POLL_S = 0.1
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+log = logging.getLogger(__name__)
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The process that holds a lock. `since`: unix time."""
+
+    host: str
+    pid: int
+    since: float
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.since, UTC)
+        return f"process {self.pid} on {self.host}, since {when:%Y-%m-%d %H:%M:%S} UTC"
+
+
+@contextmanager
+def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "") -> Iterator[None]:
+    """Hold the lock `path` inside the `with`. The folder is made.
+
+    Where the file system has no locks, a warning says so and nothing is held.
+
+    Args:
+        path: of the lock's file, which stays.
+        work: what its holder does, for the error ("trains into this folder").
+        patience_s: a lock that is held may come free within this time: processes that were killed are still ending.
+        fix: what the user can do beside waiting.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    private_folder(path.parent)
+    # Its mode is for this user. No child inherits the descriptor, or the lock would outlive this process.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _take(file, path, work, patience_s, fix)
+        os.truncate(file, 0)
+        os.pwrite(file, msgspec.json.encode(Holder(socket.gethostname(), os.getpid(), time.time())), 0)
+        yield
+    finally:
+        os.close(file)
+
+
+def holder_of(path: Path) -> Holder | None:
+    """The process that holds the lock `path` now; None where nobody does, or nobody can know."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _told(file) or Holder("an unknown machine", 0, 0.0)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return None
+
+
+def _take(file: int, path: Path, work: str, patience_s: float, fix: str) -> None:
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() < until:
+                time.sleep(POLL_S)
+                continue
+            raise RunError(
+                f"another process {work}",
+                where=str(path.parent),
+                got=_told(file) or "a process that has not said who it is",
+                expected="one at a time",
+                fix=f"Wait for it, or stop it{f', or {fix}' if fix else ''}.",
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning(
+                "the file system of %s has no locks (%s): nothing keeps a second process away", path.parent, error
+            )
+            return
+
+
+def _told(file: int) -> Holder | None:
+    try:
+        return msgspec.json.decode(os.pread(file, 4096, 0), type=Holder)
+    except msgspec.DecodeError:
+        return None
