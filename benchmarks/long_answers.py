@@ -22,6 +22,7 @@ JOB = {
     "name": "long-answers",
     "task": {"max_digits": 2, "eval_size": 0, "reward": "benchmarks.soak_job:share_of_digits"},
     "rollout": {"prompts_per_step": 16, "group_size": 12, "max_new_tokens": 500, "server": SERVER},
+    "replay": {"mode": "R3"},
     "probe": {"every": 0},
     "optimizer": {"lr": 1e-4},
     "learner": {"minibatches": 2, "micro_batch_tokens": 8192},

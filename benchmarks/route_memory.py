@@ -104,6 +104,7 @@ def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int
         {
             "model": {"checkpoint": "unused"},
             "rollout": {"prompts_per_step": sequences // GROUP, "group_size": GROUP, "concurrency": 1},
+            "replay": {"mode": "R3"},
             "learner": {"minibatches": 1, "micro_batch_rows": 1},
         }
     )

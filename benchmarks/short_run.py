@@ -14,6 +14,7 @@ WARM = Path("runs/quickstart-start")
 SETTINGS = {
     "name": "short-run",
     "rollout": {"prompts_per_step": 16, "group_size": 8, "top_p": 0.95, "server": {"port": 0}},
+    "replay": {"mode": "R3"},
     "probe": {"every": 0},
     "learner": {"parallel": {"expert": 2}},
     "task": {"eval_size": 0},

@@ -17,6 +17,7 @@ SETTINGS = {
         "max_new_tokens": 16,
         "server": {"port": 0, "dtype": "float32", "max_total_tokens": 8192, "max_running_requests": 32},
     },
+    "replay": {"mode": "R3"},
     "probe": {"every": 10},
     "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.5}}, {"name": "token_tis"}]},
     "kl": {"coef": 0.001},

@@ -132,7 +132,7 @@ def run(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
     torch.manual_seed(config.seed)
-    mode, _ = replay_mode(config.learner, config.replay, config.pipeline)
+    mode, _ = replay_mode(config.learner, config.replay, config.pipeline, config.correction)
     run_dir = Path(config.run_dir) / config.name
     checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
     with ExitStack() as watched, ExitStack() as stack:

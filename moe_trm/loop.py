@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from moe_trm.checkpoint.resumption import Checkpoints, RunState, folder_of
+from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.diagnostics import gradient_noise
 from moe_trm.learner.protocol import Learner, UpdateResult
@@ -55,7 +56,8 @@ def train(
     Raises on the first broken proof or failed push; nothing unproved is trained on.
     """
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir, mode), Phases(sinks)
-    judge = Judge(config.rollout.rounds_weights)
+    settings = flatten(config.dump()) | {"pipeline.max_staleness": config.pipeline.staleness_limit}
+    judge = Judge(config.rollout.rounds_weights, settings)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, average = Reference(config, learner), ProximalAverage.of(config)
     anchors = Anchors(

@@ -13,7 +13,8 @@ batches, as a run can measure them:
 Collapse: the exact expected reward falls below 70% of the best so far, and stays there for 100 updates. Moments at
 which it is below that already do not count. A logistic regression of all four is fitted on half of the seeds and judged
 on the other half by AUROC (0.5 is chance), with a 95% bootstrap interval over runs. Each figure is judged alone as
-well, and so are two that nobody would call a diagnosis: the learning rate, and how far the reward is below its best.
+well, in the direction that it has in the first half: higher or lower before a collapse. So are two that nobody would
+call a diagnosis: the learning rate, and how far the reward is below its best.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ EVERY, AHEAD, LASTING, FELL = 20, 200, 100, 0.7
 """Updates between two moments, that a prediction looks ahead, that a collapse lasts; and the share it falls to."""
 RESAMPLES = 400
 FIGURES = ("ess", "chi2", "clipped", "length")
-PLAIN = ("rate", "below_best")
+ALONE = (*FIGURES, "rate", "below_best")
+"""Judged each by itself: nobody would call the last two a diagnosis."""
 RIDGE = 1e-3
 
 
@@ -59,7 +61,7 @@ class Course:
 
     Attributes:
         rewards: exact expected reward at every 5th update.
-        figures: `[moments, 6]`, `FIGURES` and `PLAIN`, at every `EVERY`-th update.
+        figures: `[moments, 6]`, those of `ALONE`, at every `EVERY`-th update.
     """
 
     rewards: Array
@@ -156,6 +158,7 @@ def judged(courses: dict[tuple[Setting, int], Course]) -> Iterator[Row]:
     if labels.all() or not labels.any() or all(tested) or not any(tested):
         yield {
             "predictor": "none",
+            "before_it": "",
             "auroc": "not shown: too few collapses",
             "low": "",
             "high": "",
@@ -164,9 +167,9 @@ def judged(courses: dict[tuple[Setting, int], Course]) -> Iterator[Row]:
         return
     predict = logistic(np.array([features(each) for each, _ in fitted]), labels)
     scores = {"all four": [predict(np.array([features(f) for f, _ in group])) for group in groups if group]}
-    for place, name in enumerate((*FIGURES, *PLAIN)):
-        sign = -1.0 if name == "ess" else 1.0
-        scores[name] = [sign * np.array([f[place] for f, _ in group]) for group in groups if group]
+    signs = {name: direction(np.array([f[place] for f, _ in fitted]), labels) for place, name in enumerate(ALONE)}
+    for place, name in enumerate(ALONE):
+        scores[name] = [signs[name] * np.array([f[place] for f, _ in group]) for group in groups if group]
     known = [np.array([label for _, label in group]) for group in groups if group]
     rng = np.random.default_rng(0)
     draws = [rng.integers(0, len(known), len(known)) for _ in range(RESAMPLES)]
@@ -175,6 +178,7 @@ def judged(courses: dict[tuple[Setting, int], Course]) -> Iterator[Row]:
         low, high = np.nanquantile(resampled, [0.025, 0.975])
         yield {
             "predictor": name,
+            "before_it": {1: "higher", -1: "lower"}.get(signs.get(name, 0), ""),
             "auroc": area(np.concatenate(values), np.concatenate(known)),
             "low": float(low),
             "high": float(high),
@@ -211,6 +215,11 @@ def logistic(features_NF: Array, labels: NDArray[np.bool_]) -> Logistic:
         bend = (design * (chance * (1 - chance))[:, None]).T @ design + RIDGE * np.eye(design.shape[1])
         coefficients = coefficients + np.linalg.solve(bend, slope)
     return Logistic(mean, scale, coefficients[:-1])
+
+
+def direction(values: Array, labels: NDArray[np.bool_]) -> int:
+    """1 where the figure is higher before a collapse, -1 where it is lower."""
+    return 1 if area(values, labels) >= 0.5 else -1
 
 
 def area(scores: Array, labels: NDArray[np.bool_]) -> float:

@@ -6,6 +6,7 @@ prompts and tool outputs have no place, so rows with tools align by the rank of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,29 +16,34 @@ from moe_trm.batch.collate import recorded_support
 from moe_trm.methods.advantages import Lone
 from moe_trm.types import RolloutRecord
 
+CAP = 2.0
+"""Largest ratio of a token in the weights of `otb`, as of `token_tis`."""
+
 
 def otb(rewards: Array, group_ids: Array, energies: Sequence[Array], *, lone: Lone = "reward") -> list[Array]:
     """Optimal token baseline: A_t = R - B_t, B_t = sum_i R_i W_it / (sum_i W_it + 1e-8) over the samples of the
     prompt that have a t-th sampled token.
 
-    W_t = cumsum(q), q_t = 1 - 2 p_t + sum_v p_v^2: the squared norm of the score with respect to the logits, a proxy of
-    that with respect to the weights. p is the distribution that the token was drawn from, as it was recorded: over the
-    kept support, where the sum is exact. It is the policy at the weights that sampled, also where these are older. Of
-    a recording without the sampling mask only p_t is known, and the sum may be anywhere between p_t^2 and
-    p_t^2 + (1 - p_t)^2. That is refused.
+    W_t = cumsum(rho^2 q), q_t = 1 - 2 p_t + sum_v p_v^2: the squared norm of the score with respect to the logits, a
+    proxy of that with respect to the weights. rho_t = min(pi_prox / mu, 2) is the ratio of the token, policy at the
+    step's start over rollout, truncated as by `token_tis`: off policy the baseline of least variance weighs by its
+    square. A token whose ratio is unknown adds nothing to W. p is the distribution that the token was drawn from, as
+    it was recorded: over the kept support, where the sum is exact. It is the policy at the weights that sampled, also
+    where these are older. Of a recording without the sampling mask only p_t is known, and the sum may be anywhere
+    between p_t^2 and p_t^2 + (1 - p_t)^2. That is refused.
 
     Positions count sampled tokens alone, so rows with tool outputs align by rank (TIR-OTB). B_t is 0 where a row is the
     only one of its group that is still running: it would be compared with itself. A group of one gets its reward; 0
     with `lone="zero"`. Objectives with one ratio for a row, such as `gspo`, take the mean of its advantages, and
     `gspo_token` takes each.
-    Source: optimal token baseline (OTB, arXiv 2602.07078; TIR-OTB), as in verl, without its importance weights.
+    Source: optimal token baseline (OTB, arXiv 2602.07078; TIR-OTB), as in verl with token weights.
 
     When: long answers, where one baseline for all tokens leaves much variance. Costs one pass over the recorded support
-    on the ranks, and needs `sampling_mask.mode=keep`.
+    on the ranks and the anchors' pass, and needs `sampling_mask.mode=keep`.
 
     Args:
         rewards, group_ids: `[N]`.
-        energies: `[S]` q_t of each row, as `score_energy` gives it.
+        energies: `[S]` rho_t^2 q_t of each row, as `weighted_energy` gives it.
     """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     result: list[Array] = [np.zeros(0)] * len(rewards)
@@ -91,6 +97,15 @@ def turn_grpo(
         for i, value in zip(there, values, strict=True):
             result[i][ranks[i] == turn] = value
     return result
+
+
+def weighted_energy(record: RolloutRecord, log_ratios: Array) -> Array:
+    """`[S]` rho_t^2 q_t of each scored token: `score_energy` by the square of its ratio, which is at most `CAP`.
+
+    0 where the log-ratio `[S]` is NaN.
+    """
+    weight = np.exp(np.minimum(log_ratios, math.log(CAP)))
+    return np.nan_to_num(weight, nan=0.0) ** 2 * score_energy(record)
 
 
 def score_energy(record: RolloutRecord) -> Array:

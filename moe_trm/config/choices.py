@@ -22,6 +22,7 @@ from typing import Literal
 
 from moe_trm.config.schema import (
     Config,
+    CorrectionConfig,
     LearnerConfig,
     PipelineConfig,
     ReplayConfig,
@@ -29,6 +30,7 @@ from moe_trm.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
+from moe_trm.methods.presets import PRESETS
 
 MACHINE = {
     "learner.transformer_engine": "chosen at launch: on where there are CUDA and Transformer Engine",
@@ -59,7 +61,7 @@ class Choice:
 def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
     """`config` with every `auto` that other settings decide as a value, and the choices made. Twice is as once."""
     choices = []
-    mode, reason = replay_mode(config.learner, config.replay, config.pipeline)
+    mode, reason = replay_mode(config.learner, config.replay, config.pipeline, config.correction)
     if config.replay.mode != mode:
         choices.append(Choice("replay.mode", mode, reason))
         config = config.model_copy(update={"replay": config.replay.model_copy(update={"mode": mode})})
@@ -106,16 +108,20 @@ def settle_here(
     return config.model_copy(update={"learner": learner, "rollout": rollout, "batch": batch}), tuple(choices)
 
 
-def replay_mode(learner: LearnerConfig, replay: ReplayConfig, pipeline: PipelineConfig) -> tuple[ReplayMode, str]:
+def replay_mode(
+    learner: LearnerConfig, replay: ReplayConfig, pipeline: PipelineConfig, correction: CorrectionConfig
+) -> tuple[ReplayMode, str]:
     """The replay mode to run with, and why.
 
     `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none;
-    N = 2 or 3 at age 0: R2; N >= 4, or any age: R3.
+    N = 2 or 3 at age 0: R2, or R3 where the learner's own weights have no anchor pass to freeze; N >= 4, or any age:
+    R3.
     """
     updates = learner.minibatches * learner.epochs
     if replay.mode != "auto":
         return replay.mode, "as configured"
-    return _replay(updates, pipeline.staleness_limit)
+    bypass = correction.preset is not None and PRESETS[correction.preset].bypass
+    return _replay(updates, pipeline.staleness_limit, frozen=not bypass and pipeline.proximal == "start")
 
 
 def _mask(keeps_masks: bool, rollout: RolloutConfig) -> tuple[Literal["keep", "off"], str]:
@@ -132,7 +138,7 @@ def _mask(keeps_masks: bool, rollout: RolloutConfig) -> tuple[Literal["keep", "o
     )
 
 
-def _replay(updates: int, max_age: int) -> tuple[ReplayMode, str]:
+def _replay(updates: int, max_age: int, *, frozen: bool = True) -> tuple[ReplayMode, str]:
     """The mode that `auto` becomes, why, and what the run would lose with the other."""
     if max_age > 0:
         return (
@@ -147,6 +153,12 @@ def _replay(updates: int, max_age: int) -> tuple[ReplayMode, str]:
             f"{updates} optimizer steps per rollout batch move the routers far from the rollout's; R2 would freeze the "
             "learner's routes, and its flips against the rollout would stay in the ratios, for corrections to drop or "
             "clip",
+        )
+    if updates >= 2 and not frozen:
+        return (
+            "R3",
+            f"{updates} optimizer steps per fresh rollout batch; R2 would replay the routes of a pass at the learner's "
+            "weights before them, which plays no part here",
         )
     if updates >= 2:
         return (
@@ -174,7 +186,7 @@ BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 def wants_routes(config: Config) -> bool:
     """True where the rollout engine is asked for the experts of every token: to replay them, or for the probe."""
-    return replay_mode(config.learner, config.replay, config.pipeline)[0] == "R3" or config.probe.every > 0
+    return settle(config)[0].replay.mode == "R3" or config.probe.every > 0
 
 
 def layers_switch(

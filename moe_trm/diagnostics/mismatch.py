@@ -37,6 +37,7 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `kl` | mean(-x): unbiased under the earlier policy, noisy, may be negative |
     | `k3_kl` | mean(e^x - 1 - x): unbiased too, never negative |
     | `abs_log_ratio` | mean abs(x) |
+    | `tv` | mean abs(e^x - 1) / 2: the total variation, which bounds the bias of token ratios |
     | `chi2_token`, `chi2_seq` | mean(e^{2x}) - 1 of tokens; of row sums |
     | `log_ppl_diff`, `log_ppl_abs_diff`, `ppl_ratio` | mean over rows of d, abs(d), e^d with d = mean_t(-x) |
     | `log_ppl_diff_{max,min}` | the largest and the smallest d |
@@ -89,6 +90,7 @@ def _of_tokens(log_ratio_N: Tensor) -> summable.Summable:
         "kl": -x,
         "k3_kl": less - x,
         "abs_log_ratio": x.abs(),
+        "tv": less.abs() / 2,
         "chi2_token": less * (less + 2),
         "rollout_is_high_fraction": x > limit,
         "rollout_is_low_fraction": x < -limit,

@@ -8,8 +8,10 @@ another experiment. Thresholds are the field's (verl's guide to rollout correcti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, escalation, measured
+from moe_trm.diagnostics.remedies import Remedy, Settings, first
+from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, costly, escalation, measured
 from moe_trm.diagnostics.verdict_training import clipping, gradient, length, reward, router, servers, signal
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
 from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
@@ -20,8 +22,14 @@ DECISIVE = ("optimizer/grad_norm", "reward/zero_variance_groups")
 """Measured by every step that trains: without these a calm mismatch says nothing about the run."""
 
 
-def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "response/length_mean") -> Verdict:
-    """Judge the latest of `history` (finished metrics of each step, oldest first).
+def verdict(
+    history: Sequence[Mapping[str, float]],
+    *,
+    length_key: str = "response/length_mean",
+    settings: Settings = MappingProxyType({}),
+) -> Verdict:
+    """Judge the latest of `history` (finished metrics of each step, oldest first). What `settings` have already is not
+    advised.
 
     | case | holds when | acts on it |
     |---|---|---|
@@ -33,6 +41,9 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     | `variance` | ESS below 0.5 or chi2 above 1; a band on the part with the tail | by `escalation` |
     | `sequence` | chi2 of rows above 100, by a rule on products or by rows that drift as a whole | the part |
     | `drift` | chi2 above 0.3 | the part |
+    | `bias` | total variation above 0.1 before the updates, chi2 below | token weights, or a mean of rows |
+    | `sequence` | nothing of these, chi2 of rows above 1000, and no rule drops rows | a trust region |
+    | `variance` | the noise of the gradient is 4 times what it was before corrections acted | the part, or no rules |
     | `router` | samples are beyond the bound on flips, with rows and layers in place | age, or lr |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
     | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
@@ -49,14 +60,20 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     if not measured(seen):
         return Verdict("unclear", "The mismatch was not measured, so nothing can be said.", {}, "")
     for judge in CASES:
-        found = judge(seen)
+        found = judge(seen, settings)
         if found:
             return found
-    of_training = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
-    return router(seen) or of_training or reward(history) or servers(history) or _calm(seen)
+    of_training = (
+        costly(history, settings)
+        or clipping(history, settings)
+        or length(history, length_key)
+        or gradient(seen)
+        or signal(seen, settings)
+    )
+    return router(seen, settings) or of_training or reward(history) or servers(history) or _calm(seen)
 
 
-def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+def mask_hides_gap(history: Sequence[Mapping[str, float]], settings: Settings = MappingProxyType({})) -> Verdict | None:
     """Alarm for a correction that rejects ever less while the mismatch grows: its threshold no longer measures it."""
     kept, gap = series(history, "correction/kept_fraction"), series(history, "total/k3_kl")
     if not (rising(kept) and rising(gap)):
@@ -66,7 +83,8 @@ def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:
         f"Fewer tokens are rejected (kept {kept[-1]:.3f}) while the mismatch grows (k3 {gap[-1]:.2g}): the threshold "
         "no longer sees it."
     )
-    return Verdict("drift", sentence, evidence, "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]")
+    remedy = first(settings, Remedy("correction.rules=[{name: trm_max, target_reject_rate: 0.05}]", ""))
+    return Verdict("drift", sentence, evidence, remedy.config)
 
 
 def _calm(seen: Mapping[str, float]) -> Verdict:

@@ -6,24 +6,37 @@ case. The cause is the part of the log-ratio with the largest figure: engine, la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from types import MappingProxyType
 
+from moe_trm.diagnostics import remedies
+from moe_trm.diagnostics.remedies import Remedy, Settings, first
 from moe_trm.diagnostics.verdict_types import Verdict, pick
-from moe_trm.methods.limits import FAR_AHEAD, OUTLIER
+from moe_trm.methods.corrections import CORRECTIONS
+from moe_trm.methods.limits import FAR_AHEAD, OUTLIER, RISING_STEPS
 
 Seen = Mapping[str, float]
 
 PPL_TOLERANCE = 0.05
-SEQUENCE_CHI2 = 100.0
+SEQUENCE_CHI2, EXPLODED_CHI2 = 100.0, 1e3
+"""chi2 of rows beyond which a cause is looked for, and beyond which it is named though only noise adds up."""
+NOISE_GROWTH = 4.0
+"""Growth of the gradient's noise, by medians, that corrections may bring."""
+DRIFTED = 0.3
+"""chi2 of tokens that is low."""
+BIASED_TV = 0.1
+"""Total variation above which the token surrogate is biased: low below it."""
 COHERENT = 0.02
 """Mean absolute log-ratio per token of a row, nats, that independent noise does not make."""
 ICEPOP_MASKED, MASKED = 0.1, 0.25
 """Shares of tokens that IcePop, and all rules together, may drop."""
+MASKS_OF_ROWS = tuple(
+    name for name, entry in CORRECTIONS.items() if entry.scope == "sequence" and not name.endswith("_tis")
+)
+"""Rules that drop rows."""
 PRODUCTS = ("seq_tis", "seq_mis", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3")
 """Rules that judge by the product over a row."""
-WEIGHED = "correction.preset=decoupled_token_is"
-"""Tokens weighed by proximal / rollout, up to a cap: what kept stale training going in docs/evidence.md."""
 
 UNSPLIT = "cannot be known apart without log-probs under the weights that sampled (pipeline.behavior=snapshot)"
 MAKES: Mapping[str, str] = MappingProxyType(
@@ -39,7 +52,7 @@ MAKES: Mapping[str, str] = MappingProxyType(
 """A part of the log-ratio as the cause of what a sentence says."""
 
 
-def precision(seen: Seen) -> Verdict | None:
+def precision(seen: Seen, settings: Settings) -> Verdict | None:
     """The engines disagree at the same weights."""
     if "engine/k3_kl" not in seen:
         return None
@@ -54,16 +67,17 @@ def precision(seen: Seen) -> Verdict | None:
     routed = pick(seen, "probe/native_k3_kl", "probe/replayed_k3_kl", "probe/token_fraction", "probe/routing_share_se")
     share, error = _share_of_routes(routed), 2 * routed.get("probe/routing_share_se", 0.0)
     sentence = f"The two engines disagree at the same weights (k3 {evidence['engine/k3_kl']:.2g})"
-    if share is not None and share - error > 0.5:
+    if share is not None and share - error > 0.5 and remedies.changes(remedies.REPLAY.config, settings):
         drawn = routed.get("probe/token_fraction", 1.0)
         sampled = f": {share:.0%} of it, ±{error:.0%}, by a probe of {drawn:.0%} of the tokens" if error else ""
         said = f"{sentence}, mostly because their routers choose other experts{sampled}."
-        return Verdict("precision", said, evidence | routed, "replay.mode=R3")
-    said = f"{sentence}: align precision and kernels before any correction."
-    return Verdict("precision", said, evidence | routed, "rollout.server.dtype=float32")
+        return Verdict("precision", said, evidence | routed, remedies.REPLAY.config)
+    remedy = first(settings, *remedies.precision(settings))
+    said = f"{sentence}: align precision and kernels before any correction. First of all, {remedy.words}."
+    return Verdict("precision", said, evidence | routed, remedy.config)
 
 
-def outlier(seen: Seen) -> Verdict | None:
+def outlier(seen: Seen, settings: Settings) -> Verdict | None:
     """Single tokens that one engine is sure of and the other finds next to impossible."""
     gap = seen.get("engine/probs_diff_max", 0.0)
     if gap <= OUTLIER:
@@ -72,12 +86,11 @@ def outlier(seen: Seen) -> Verdict | None:
         f"The engines agree but for single tokens, whose probabilities differ by up to {gap:.2f}: such a record is "
         "broken, so look at the token in the transcript, and let no row with one train."
     )
-    return Verdict(
-        "outlier", said, {"engine/probs_diff_max": gap}, "correction.rules=[{name: trm_max, thresholds: {max_kl: 2.0}}]"
-    )
+    remedy = first(settings, Remedy("correction.rules=[{name: trm_max, thresholds: {max_kl: 2.0}}]", ""))
+    return Verdict("outlier", said, {"engine/probs_diff_max": gap}, remedy.config)
 
 
-def unsplit(seen: Seen) -> Verdict | None:
+def unsplit(seen: Seen, settings: Settings) -> Verdict | None:
     """A large mismatch whose parts are not known."""
     name = _earliest(seen)
     size = seen.get(f"{name}/k3_kl", 0.0)
@@ -90,11 +103,12 @@ def unsplit(seen: Seen) -> Verdict | None:
             f"{said} Samples are up to {seen['rollout/age_max']:.0f} versions old, and no rule weighs or rejects them."
         )
         evidence = pick(seen, "merged/k3_kl", "total/k3_kl", "rollout/age_max")
-        return Verdict("unsplit", said, evidence, WEIGHED)
-    return Verdict("unsplit", said, pick(seen, f"{name}/k3_kl", "total/k3_kl"), "pipeline.behavior=snapshot")
+        return Verdict("unsplit", said, evidence, remedies.WEIGHED.config)
+    remedy = first(settings, remedies.SNAPSHOT, remedies.WEIGHED)
+    return Verdict("unsplit", said, pick(seen, f"{name}/k3_kl", "total/k3_kl"), remedy.config)
 
 
-def staleness(seen: Seen) -> Verdict | None:
+def staleness(seen: Seen, settings: Settings) -> Verdict | None:
     """The weights moved too far, since sampling or within the step."""
     evidence = pick(seen, *(f"{part}/k3_kl" for part in ("lag", "update", "staleness", "engine", "merged", "total")))
     lag, update = evidence.get("lag/k3_kl", 0.0), evidence.get("update/k3_kl", 0.0)
@@ -103,17 +117,20 @@ def staleness(seen: Seen) -> Verdict | None:
     if stale <= 0.05 or stale <= others:
         return None
     if lag > update:
-        config, fix = _less_stale(seen)
-        said = f"The weights moved between sampling and this step (lag k3 {lag:.2g}, update {update:.2g}): {fix}."
-        return Verdict("lag", said, evidence, config)
+        remedy = first(settings, *_cause(seen, "lag", settings))
+        said = (
+            f"The weights moved between sampling and this step (lag k3 {lag:.2g}, update {update:.2g}): {remedy.words}."
+        )
+        return Verdict("lag", said, evidence, remedy.config)
+    remedy = first(settings, *_cause(seen, "update", settings))
     said = (
         f"The policy has moved away from the samples it trains on within the step (staleness k3 {stale:.2g}, "
-        f"before it {others:.2g})."
+        f"before it {others:.2g}): {remedy.words}."
     )
-    return Verdict("staleness", said, evidence, "learner.minibatches=1")
+    return Verdict("staleness", said, evidence, remedy.config)
 
 
-def masking(seen: Seen) -> Verdict | None:
+def masking(seen: Seen, settings: Settings) -> Verdict | None:
     """The corrections drop or outweigh so many tokens that their cause should be mended instead."""
     icepop = [1 - value for name, value in seen.items() if _is_kept_by(name, "icepop")]
     masked, of_icepop = 1 - seen.get("correction/kept_fraction", 1.0), max(icepop, default=0.0)
@@ -129,14 +146,13 @@ def masking(seen: Seen) -> Verdict | None:
         f"Corrections drop {masked:.0%} of the tokens (effective sample size after them {size:.2f}), and {MAKES[part]}"
     )
     if stage == "systems":
-        config, fix = _systems(seen, part)
-        return Verdict("masking", f"{said}: {fix} instead of rejecting more.", evidence, config)
-    ratio = "" if part == "engine" else f", ratio: {part if part in ('lag', 'merged') else 'merged'}"
-    config = f"correction.rules=[{{name: token_tis, thresholds: {{cap: 2.0{ratio}}}}}]"
-    return Verdict("masking", f"{said}: weigh tokens up to a cap instead of dropping them.", evidence, config)
+        remedy = first(settings, *_cause(seen, part, settings))
+        return Verdict("masking", f"{said}: {remedy.words} instead of rejecting more.", evidence, remedy.config)
+    remedy = first(settings, remedies.token_weights(part), *_cause(seen, part, settings))
+    return Verdict("masking", f"{said}: {remedy.words} instead of dropping them.", evidence, remedy.config)
 
 
-def variance(seen: Seen) -> Verdict | None:
+def variance(seen: Seen, settings: Settings) -> Verdict | None:
     """A heavy tail: few tokens carry the importance weights."""
     evidence = pick(seen, "total/rollout_is_eff_sample_size", "total/chi2_token", "total/chi2_seq")
     size, chi2 = evidence.get("total/rollout_is_eff_sample_size", 1.0), evidence.get("total/chi2_token", 0.0)
@@ -152,12 +168,13 @@ def variance(seen: Seen) -> Verdict | None:
     # The weights of the total ratio are no one's: after correction is what trains.
     applied = seen.get("correction/weight_eff_sample_size", 1.0)
     if escalation(chi2, masked, applied, seen.get("engine/probs_pearson", 1.0)) == "systems":
-        config, fix = _systems(seen, part)
-        return Verdict("variance", f"{said}: {fix}, which no rule replaces.", evidence, config)
-    return Verdict("variance", f"{said}.", evidence, _band(part))
+        remedy = first(settings, *_cause(seen, part, settings))
+        return Verdict("variance", f"{said}: {remedy.words}, which no rule replaces.", evidence, remedy.config)
+    remedy = first(settings, remedies.band(part), *_cause(seen, part, settings))
+    return Verdict("variance", f"{said}: {remedy.words}.", evidence, remedy.config)
 
 
-def sequence(seen: Seen) -> Verdict | None:
+def sequence(seen: Seen, settings: Settings) -> Verdict | None:
     """Products over rows explode though single tokens are in order."""
     chi2, drop = seen.get("total/chi2_seq", 0.0), seen.get("total/log_ppl_abs_diff", 0.0)
     if chi2 <= SEQUENCE_CHI2:
@@ -169,29 +186,82 @@ def sequence(seen: Seen) -> Verdict | None:
     evidence = pick(seen, "total/chi2_seq", "total/log_ppl_abs_diff", f"{part}/chi2_seq")
     said = f"Ratios of whole answers explode (chi2 {chi2:.2g}) though those of tokens are in order, and {MAKES[part]}"
     if products:
-        config = "correction.preset=decoupled_geo_rs_token_tis"
-        return Verdict("sequence", f"{said}: {products[0]} judges by these products.", evidence, config)
+        remedy = first(settings, remedies.GEOMETRIC_AND_TOKENS, *_cause(seen, part, settings))
+        said = f"{said}. {products[0]} judges by these products: {remedy.words}."
+        return Verdict("sequence", said, evidence, remedy.config)
     if part in ("update", "staleness"):
-        config, fix = _systems(seen, part)
-        return Verdict("sequence", f"{said}: {fix}.", evidence, config)
-    return Verdict("sequence", f"{said}: rows as a whole have drifted.", evidence, _geometric(part))
+        remedy = first(settings, *_cause(seen, part, settings))
+        return Verdict("sequence", f"{said}: {remedy.words}.", evidence, remedy.config)
+    remedy = first(settings, remedies.geometric(part), *_cause(seen, part, settings))
+    return Verdict("sequence", f"{said}. Rows as a whole have drifted: {remedy.words}.", evidence, remedy.config)
 
 
-def drift(seen: Seen) -> Verdict | None:
+def drift(seen: Seen, settings: Settings) -> Verdict | None:
     """A moderate mismatch with weights still in order."""
     evidence = pick(seen, "total/chi2_token", "total/rollout_is_eff_sample_size")
     chi2 = evidence.get("total/chi2_token", 0.0)
-    if chi2 <= 0.3:
+    if chi2 <= DRIFTED:
         return None
     part = dominant(seen, "chi2_token")
     said = f"The policies drift apart moderately (chi2 {chi2:.2g}) with weights still in order, and {MAKES[part]}"
-    if part in ("lag", "update", "staleness"):
-        config, fix = _systems(seen, part)
-        return Verdict("drift", f"{said}: {fix}.", evidence, config)
-    return Verdict("drift", f"{said}.", evidence, _geometric(part))
+    cause = _cause(seen, part, settings)
+    remedy = first(settings, *(cause if part in ("lag", "update", "staleness") else (remedies.geometric(part), *cause)))
+    return Verdict("drift", f"{said}: {remedy.words}.", evidence, remedy.config)
 
 
-CASES: tuple[Callable[[Seen], Verdict | None], ...] = (
+def bias(seen: Seen, settings: Settings) -> Verdict | None:
+    """Total variation is moderate and chi2 low: token ratios are biased, and weights that mend it are cheap.
+
+    What the updates make is in the ratio of the loss.
+    """
+    tv = seen.get("total/tv", 0.0)
+    part = dominant(seen, "tv")
+    if tv <= BIASED_TV or part in ("update", "staleness"):
+        return None
+    remedy = first(settings, remedies.token_weights(part), remedies.geometric(part))
+    if not remedy.config:
+        return None
+    evidence = pick(seen, "total/tv", "total/chi2_token", f"{part}/tv")
+    said = (
+        f"Token ratios are biased (total variation {tv:.2g}) with a small variance "
+        f"(chi2 {seen.get('total/chi2_token', 0.0):.2g}), and {MAKES[part]}: {remedy.words}."
+    )
+    return Verdict("bias", said, evidence, remedy.config)
+
+
+def exploded(seen: Seen, settings: Settings) -> Verdict | None:
+    """Nothing else is found, and yet products over rows explode: noise adds up over long answers."""
+    chi2 = seen.get("total/chi2_seq", 0.0)
+    if chi2 <= EXPLODED_CHI2 or any(_is_kept_by(name, rule) for name in seen for rule in MASKS_OF_ROWS):
+        return None
+    said = (
+        f"Small differences add up over long answers (chi2 of their ratios {chi2:.2g}, of tokens "
+        f"{seen.get('total/chi2_token', 0.0):.2g}): weigh none by its product, and {remedies.TRUST_REGION.words}."
+    )
+    return Verdict("sequence", said, pick(seen, "total/chi2_seq", "total/chi2_token"), remedies.TRUST_REGION.config)
+
+
+def costly(history: Sequence[Seen], settings: Settings) -> Verdict | None:
+    """The gradient's noise rose when corrections began to act: their weights cost more than they mend."""
+    name, size = "variance/pure_noise", "correction/weight_eff_sample_size"
+    noise = {
+        acts: [step[name] for step in history if name in step and (step.get(size, 1.0) < 1 - 1e-9) == acts]
+        for acts in (False, True)
+    }
+    before, since = noise[False][-RISING_STEPS:], noise[True][-RISING_STEPS:]
+    if min(len(before), len(since)) < 3 or not max(before) < median(since) > NOISE_GROWTH * median(before) > 0:
+        return None
+    seen = history[-1]
+    part = dominant(seen, "chi2_token")
+    remedy = first(settings, remedies.band(part), remedies.NO_RULES)
+    said = (
+        f"The noise of the gradient is {median(since) / median(before):.0f} times what it was before corrections "
+        f"acted, so their weights cost more than they mend: {remedy.words}."
+    )
+    return Verdict("variance", said, pick(seen, name, size, f"{part}/chi2_token"), remedy.config)
+
+
+CASES: tuple[Callable[[Seen, Settings], Verdict | None], ...] = (
     precision,
     outlier,
     unsplit,
@@ -200,8 +270,26 @@ CASES: tuple[Callable[[Seen], Verdict | None], ...] = (
     variance,
     sequence,
     drift,
+    bias,
+    exploded,
 )
 """In the order in which they are asked."""
+
+
+def quadrant(seen: Seen) -> str:
+    """Total variation, which bounds the bias of token ratios, by chi2, which bounds the variance of weights.
+
+    Source: stochastic gradient ascent view of off-policy correction; the limits are ours.
+    """
+    tv, tokens, rows = (seen.get(f"total/{name}", 0.0) for name in ("tv", "chi2_token", "chi2_seq"))
+    biased, noisy = tv > BIASED_TV, tokens > DRIFTED or rows > EXPLODED_CHI2
+    advice = {
+        (False, False): "both low, so no correction is needed",
+        (True, False): "biased but not noisy: token weights or a geometric mask are enough",
+        (False, True): "noisy but not biased: truncate or mask rows",
+        (True, True): "both high: mend precision, routes or the age of samples before any rule",
+    }
+    return f"total variation {tv:.2g}, chi2 of tokens {tokens:.2g}, of rows {rows:.2g}: {advice[biased, noisy]}"
 
 
 def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float, probs_pearson: float) -> str:
@@ -251,40 +339,21 @@ def _is_kept_by(name: str, rule: str) -> bool:
     return name.startswith("correction/") and own[0].partition("@")[0] == rule and own[2] == "kept_fraction"
 
 
-def _less_stale(seen: Seen) -> tuple[str, str]:
-    """Setting against lag, and the same in words: a bound below the largest age.
-
-    A correction where that age is 1, or where samples are far behind and nothing judges them yet.
-    """
-    age = int(seen.get("rollout/age_max", 0.0))
-    if age >= 2 and not _old_and_free(seen):
-        return f"pipeline.max_staleness={age - 1}", "sample less far ahead, or weigh it with a decoupled preset"
-    return WEIGHED, "weigh by proximal / rollout, or sample less far ahead"
-
-
 def _old_and_free(seen: Seen) -> bool:
     """True when samples are far behind and no rule has judged them, neither by lag nor by anything else."""
     ruled = any(name.startswith("correction/") and name.count("/") > 1 for name in seen)
     return seen.get("rollout/age_max", 0.0) >= FAR_AHEAD and not ruled
 
 
-def _systems(seen: Seen, part: str) -> tuple[str, str]:
-    """Setting that acts on the cause itself, and the same in words."""
+def _cause(seen: Seen, part: str, settings: Settings) -> tuple[Remedy, ...]:
+    """What acts on the part itself, the first that applies first."""
     if part == "lag":
-        return _less_stale(seen)
+        age = int(seen.get("rollout/age_max", 0.0))
+        younger = (remedies.younger(settings, age),) if age >= 2 else ()
+        return (remedies.WEIGHED, *younger) if _old_and_free(seen) else (*younger, remedies.WEIGHED)
     if part in ("update", "staleness"):
-        return "learner.minibatches=1", "make fewer updates of a batch"
+        rate = remedies.half_rate(seen.get("optimizer/lr", 0.0))
+        return (remedies.ONE_UPDATE, remedies.ONE_EPOCH, rate)
     if part == "engine":
-        return "rollout.server.dtype=float32", "align the engines"
-    return "pipeline.behavior=snapshot", "find the cause first"
-
-
-def _band(part: str) -> str:
-    """IcePop on the part that has the tail. A loss contains the update, so that must not be weighed by again."""
-    own = {"engine": "", "lag": ", ratio: lag", "merged": ", ratio: merged"}.get(part, f", ratio: {part}, weight: one")
-    return f"correction.rules=[{{name: icepop, thresholds: {{low: 0.5, high: 5.0{own}}}}}]"
-
-
-def _geometric(part: str) -> str:
-    own = "" if part == "engine" else f", ratio: {part}"
-    return f"correction.rules=[{{name: geometric_mask, thresholds: {{low: 0.99, high: 1.01{own}}}}}]"
+        return remedies.precision(settings)
+    return (remedies.SNAPSHOT, remedies.WEIGHED)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pvariance
 
+from moe_trm.diagnostics import remedies
+from moe_trm.diagnostics.remedies import Remedy, Settings, first
 from moe_trm.diagnostics.verdict_types import Verdict, pick
 from moe_trm.methods.limits import CLIPPED, LENGTH_WINDOW, rising, series, surged
 
@@ -20,30 +22,32 @@ REWARD_WINDOW, REWARD_DROP = 10, 0.3
 """Steps over which rewards are averaged, and the share of the best such mean that may be lost."""
 
 
-def router(seen: Mapping[str, float]) -> Verdict | None:
+def router(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     """Replayed routes are no longer the live router's choice, and were found to be those of their tokens and layers."""
     if not seen.get("routing/moved_samples"):
         return None
     flips = seen["routing/local_flip_rate"]
     worst = max(fnmatch.filter(seen, "routing/local_flip_rate/layer_*"), key=lambda name: seen[name])
     age = int(seen.get("rollout/age_max", 0.0))
-    config = f"pipeline.max_staleness={age - 1}" if age >= 2 else _half_lr(seen)
+    younger = (remedies.younger(settings, age),) if age >= 2 else ()
+    remedy = first(settings, *younger, _half_rate(seen))
     said = (
         f"The router has moved since the engine chose these routes: {flips:.0%} of the replayed sets are no longer its "
         f"choice ({seen[worst]:.0%} in layer {worst.rpartition('_')[2]}), spread over the samples, and rows and layers "
         "were found in place. Train it in smaller steps, make fewer updates of a batch, or hold it with "
         "learner.freeze_router=true."
     )
-    return Verdict("router", said, {"routing/local_flip_rate": flips, worst: seen[worst]}, config)
+    return Verdict("router", said, {"routing/local_flip_rate": flips, worst: seen[worst]}, remedy.config)
 
 
-def clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+def clipping(history: Sequence[Mapping[str, float]], settings: Settings) -> Verdict | None:
     """The clip holds a high and rising share of tokens."""
     clipped = series(history, "loss/pg_clipfrac")
     if not clipped or clipped[-1] <= CLIPPED or not rising(clipped):
         return None
-    sentence = f"The clip cuts more and more of the gradient ({clipped[-1]:.0%} of tokens)."
-    return Verdict("clipping", sentence, {"loss/pg_clipfrac": clipped[-1]}, "learner.minibatches=1")
+    remedy = first(settings, remedies.ONE_UPDATE, remedies.ONE_EPOCH, _half_rate(history[-1]))
+    sentence = f"The clip cuts more and more of the gradient ({clipped[-1]:.0%} of tokens): {remedy.words}."
+    return Verdict("clipping", sentence, {"loss/pg_clipfrac": clipped[-1]}, remedy.config)
 
 
 def length(history: Sequence[Mapping[str, float]], key: str) -> Verdict | None:
@@ -52,7 +56,7 @@ def length(history: Sequence[Mapping[str, float]], key: str) -> Verdict | None:
     if growth is None:
         return None
     sentence = f"Answers grew by {growth - 1:.0%} in {LENGTH_WINDOW} steps, which amplifies every mismatch."
-    return Verdict("length", sentence, {key: history[-1][key]}, _half_lr(history[-1]))
+    return Verdict("length", sentence, {key: history[-1][key]}, _half_rate(history[-1]).config)
 
 
 def gradient(seen: Mapping[str, float]) -> Verdict | None:
@@ -63,17 +67,23 @@ def gradient(seen: Mapping[str, float]) -> Verdict | None:
     said = (
         f"The gradient has a norm of {norm:,.0f}: what clips it leaves its direction alone, and one row may set that."
     )
-    return Verdict("gradient", said, {"optimizer/grad_norm": norm}, _half_lr(seen))
+    return Verdict("gradient", said, {"optimizer/grad_norm": norm}, _half_rate(seen).config)
 
 
-def signal(seen: Mapping[str, float]) -> Verdict | None:
+def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     """Most groups have equal rewards, so nothing can be learned from them."""
     name = "reward/zero_variance_groups"
     share = seen.get(name, 0.0)
     if share <= WITHOUT_SIGNAL:
         return None
-    said = f"{share:.0%} of the groups have equal rewards and teach nothing: their prompts are too easy or too hard."
-    return Verdict("signal", said, {name: share}, "batch.zero_variance=drop")
+    said = f"{share:.0%} of the groups have equal rewards and teach nothing"
+    lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}
+    if lost:
+        told = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())
+        said = f"{said}, and rewards failed ({told}): mend the reward first, the log says what it raised."
+        return Verdict("signal", said, {name: share, **lost}, "")
+    remedy = first(settings, Remedy("batch.zero_variance=drop", ""))
+    return Verdict("signal", f"{said}: their prompts are too easy or too hard.", {name: share}, remedy.config)
 
 
 def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -89,7 +99,7 @@ def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
         return None
     fell = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps)"
     said = f"{fell}: what was learned is being lost."
-    return Verdict("reward", said, {"reward/mean": values[-1]}, _half_lr(history[-1]))
+    return Verdict("reward", said, {"reward/mean": values[-1]}, _half_rate(history[-1]).config)
 
 
 def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -112,6 +122,5 @@ def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     return Verdict("servers", said, evidence, "")
 
 
-def _half_lr(seen: Mapping[str, float]) -> str:
-    lr = seen.get("optimizer/lr", 0.0)
-    return f"optimizer.lr={lr / 2:g}" if lr > 0 else "optimizer.lr: half of what it is"
+def _half_rate(seen: Mapping[str, float]) -> Remedy:
+    return remedies.half_rate(seen.get("optimizer/lr", 0.0))

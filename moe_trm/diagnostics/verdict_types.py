@@ -17,6 +17,7 @@ Case = Literal[
     "variance",
     "sequence",
     "drift",
+    "bias",
     "router",
     "clipping",
     "length",

@@ -28,6 +28,7 @@ from typing import Literal
 
 import numpy as np
 
+from moe_trm.diagnostics.remedies import HALF_PRECISION
 from moe_trm.doctor.measurements import Array, Measurements
 from moe_trm.probe.pooled import k3
 
@@ -172,7 +173,7 @@ JUDGEMENTS = (
         "The engines differ everywhere, far beyond rounding: they do not hold the same weights.",
         "sync.verify=true",
     ),
-    Judgement("precision", lambda it: it["replayed_k3"] > LARGE / 10, ROUNDING, "rollout.server.dtype=float32"),
+    Judgement("precision", lambda it: it["replayed_k3"] > LARGE / 10, ROUNDING, HALF_PRECISION.config),
     Judgement("precision", lambda _: True, ROUNDING),
 )
 """The first that applies is the cause: the more specific a trace, the earlier."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, CorrectionConfig, ModelConfig, ReplayConfig, RolloutConfig, SyncConfig
+from moe_trm.diagnostics.remedies import changes
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
@@ -87,6 +89,8 @@ def examine(
         add(Check("zero-update probe", "fail", error.what, error.fix))
         return found
     found.finding = find_cause(probed.measurements, config.rollout.rounds_weights)
+    if not changes(found.finding.config, flatten(config.dump())):
+        found.finding = replace(found.finding, config="")
     for check in _after(config.rollout, config.keeps_masks, config.sync, config.replay, probed, found.finding):
         add(check)
     found.advice = _advice(config.replay, config.correction, found.finding)

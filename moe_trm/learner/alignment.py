@@ -17,8 +17,9 @@ class GradientAlignment:
 
     c = <g, p> / (|g| |p|), g the gradient of this update and p that of the one before, both before clipping. Where
     c > limit, g <- g - (1 - limit / c) <g, p> / |p|^2 p. The part of g along p is then limit / c of what it was, and
-    what is orthogonal to p stays. p is always a gradient as it came, never a corrected one. A limit of 1 measures
-    alone.
+    what is orthogonal to p stays. The cosine becomes limit / sqrt(1 - c^2 + limit^2): near the limit where c is small,
+    and far above it where c is near 1 (at a limit of 0.1, 0.9 becomes 0.224 and 0.999 becomes 0.913). p is always a
+    gradient as it came, never a corrected one. A limit of 1 measures alone.
 
     In synchronous training consecutive gradients are nearly orthogonal; stale samples make them point the same way
     again and again, which ratios do not show. The projection is the published idea; its thresholds are not known to us,

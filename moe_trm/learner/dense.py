@@ -20,7 +20,7 @@ def check_routes(config: Config, architecture: str, *, is_moe: bool) -> None:
     """
     if is_moe:
         return
-    mode, reason = replay_mode(config.learner, config.replay, config.pipeline)
+    mode, reason = replay_mode(config.learner, config.replay, config.pipeline, config.correction)
     if mode != "none":
         raise ConfigError(
             "routing replay needs a mixture of experts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +16,21 @@ from moe_trm.ratios import clamp_log_ratio
 
 
 @loss(aggregation="token-mean", scope="batch")
-def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: float = 1.0) -> TokenLoss:
-    """KL-cov: X = -W A r, plus beta |log r| on the `share` of tokens (at least one) with the largest covariance.
+def kl_cov(
+    inputs: LossInputs,
+    log_ratio: Tensor,
+    *,
+    share: float = 2e-4,
+    beta: float = 1.0,
+    penalty: Literal["abs", "kl"] = "abs",
+) -> TokenLoss:
+    """KL-cov: X = -W A r, plus beta D on the `share` of tokens (at least one) with the largest covariance.
 
-    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Of equal ones, some are drawn by
-    the run's seed and step, so that the share is never exceeded. Source: KL-cov and clip-cov (arXiv 2505.22617), as in
-    verl.
+    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. `penalty="abs"`: D = |log r|, as
+    the released code approximates it. `penalty="kl"`: D = r - 1 - log r, which over samples of the policy before the
+    update has mean KL(pi_prox || pi_theta) and its gradient (equation 14 of the paper). Of equal ones, some are drawn
+    by the run's seed and step, so that the share is never exceeded.
+    Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
 
     When: entropy collapses early; holds back the tokens that drive it with a penalty.
     """
@@ -32,7 +42,8 @@ def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: 
     kept = kept[_shuffled(len(kept), inputs, 0).to(kept.device)]
     largest = kept[covariance.flatten()[kept].argsort(descending=True, stable=True)[:count]]
     chosen = torch.zeros_like(keep).flatten().index_fill(0, largest, True).view_as(keep)
-    values = -inputs.weights * inputs.advantages * x.exp() + torch.where(chosen, beta * x.abs(), 0.0)
+    distance = x.abs() if penalty == "abs" else x.expm1() - x
+    values = -inputs.weights * inputs.advantages * x.exp() + torch.where(chosen, beta * distance, 0.0)
     return TokenLoss(values, summable.fraction("cov_fraction", chosen, keep))
 
 

@@ -14,8 +14,8 @@ from moe_trm.ratios import clamp_log_ratio
 
 
 @loss(aggregation="seq-mean-token-mean", scope="sequence")
-def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> TokenLoss:
-    """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x =
+def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip_low: float = 0.4, log_clip_high: float = 0.4) -> TokenLoss:
+    """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip_low, log_clip_high)), x =
     log_update.
 
     The clip is per token and in log space, the mean over all sampled tokens; correction weights enter as their
@@ -24,10 +24,11 @@ def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> Tok
 
     When: outlier tokens dominate the mean of `ppo_clip`; steadier, at a narrower step.
     """
-    require(log_clip > 0, "gmpo", "> 0", log_clip=log_clip)
+    bounds = {"log_clip_low": log_clip_low, "log_clip_high": log_clip_high}
+    require(min(bounds.values()) > 0, "gmpo", "all > 0", **bounds)
     keep, sign = inputs.keep, inputs.advantages.sign()
     x = clamp_log_ratio(log_ratio)
-    clipped = x.clamp(-log_clip, log_clip)
+    clipped = x.clamp(-log_clip_low, log_clip_high)
     limited = sign * torch.minimum(sign * x, sign * clipped)
     log_weight = torch.where(keep, inputs.weights, 1.0).log()
     average = row_mean(limited, inputs.counted) + row_mean(log_weight, keep)

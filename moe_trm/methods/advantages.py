@@ -44,7 +44,7 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
         "grpo": AdvantageEntry(lone="reward", scales=True),
         "opo": AdvantageEntry(),
         "opob": AdvantageEntry(reads_support=True, reads_ratios=True),
-        "otb": AdvantageEntry("token", lone="reward", reads_support=True),
+        "otb": AdvantageEntry("token", lone="reward", reads_support=True, reads_ratios=True),
         "pass_at_k": AdvantageEntry(lone=None, scales=True),
         "reinforce_plus_plus": AdvantageEntry(lone=None, compares=False, whitens=True),
         "reinforce_plus_plus_baseline": AdvantageEntry(whitens=True),

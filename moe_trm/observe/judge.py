@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
+from moe_trm.diagnostics.remedies import Settings
 from moe_trm.diagnostics.verdict import LENGTH_WINDOW, mask_hides_gap, verdict
 
 
@@ -13,10 +15,11 @@ class Judge:
 
     Args:
         quantization: of the rollout's weights, on purpose: engines that disagree are no fault to repair.
+        settings: of the run, so that nothing is advised that is set already.
     """
 
-    def __init__(self, quantization: str | None = None) -> None:
-        self._quantization = quantization
+    def __init__(self, quantization: str | None = None, settings: Settings = MappingProxyType({})) -> None:
+        self._quantization, self._settings = quantization, settings
         self._history: list[Mapping[str, float]] = []
 
     def say(self, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -26,7 +29,7 @@ class Judge:
         acts on it, if there is one. An alarm about a correction comes first.
         """
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
-        found = mask_hides_gap(self._history) or verdict(self._history)
+        found = mask_hides_gap(self._history, self._settings) or verdict(self._history, settings=self._settings)
         if self._quantization and found.case == "precision":
             own = (
                 f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 "

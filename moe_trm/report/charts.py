@@ -145,9 +145,13 @@ SECTIONS = (
             Lines("Effective sample size",
                   "Share of tokens that importance weights leave effective; 1: all count alike.",
                   (("engine/rollout_is_eff_sample_size", "engine"), ("total/rollout_is_eff_sample_size", "total"))),
+            Lines("Total variation",
+                  "Of every part. It bounds the bias of token ratios, as chi2 (weight variance) does the variance of "
+                  "weights. Above 0.1 tokens should be weighed.",
+                  (("engine/tv", "engine"), ("merged/tv", "engine and lag"), ("lag/tv", "lag"),
+                   ("update/tv", "update"), ("total/tv", "total")), log=True),
             Lines("Difference of probabilities",
-                  "Difference for one token between both policies. It estimates total variation, which bounds the bias "
-                  "of token ratios.",
+                  "Difference for one token between both policies.",
                   (("engine/probs_diff_mean", "engine, mean"), ("engine/probs_diff_p95", "engine, 95%"),
                    ("engine/probs_diff_max", "engine, largest"), ("total/probs_diff_mean", "total, mean"),
                    ("total/probs_diff_p95", "total, 95%"), ("total/probs_diff_max", "total, largest")), log=True),

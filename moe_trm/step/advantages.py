@@ -18,12 +18,12 @@ import torch
 from moe_trm.batch.advantages import Array, Groups, opob
 from moe_trm.batch.filters import is_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
-from moe_trm.batch.token_advantages import otb, score_energy, turn_grpo
+from moe_trm.batch.token_advantages import otb, score_energy, turn_grpo, weighted_energy
 from moe_trm.batch.zero_variance import entropy_shaped, support_entropy
 from moe_trm.config.schema import AdvantageConfig, BatchConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.methods.advantages import ADVANTAGES
-from moe_trm.step.passes import Anchored, log_sequence_ratios
+from moe_trm.step.passes import Anchored, log_sequence_ratios, log_token_ratios
 from moe_trm.types import RewardedSample, RolloutRecord, TokenBatch
 
 OfRow = Callable[[RolloutRecord], Array]
@@ -101,7 +101,8 @@ class Advantages:
         if self._entry.level == "turn":
             return self._by_turn
         if self._entry.level == "token":
-            energies = known.arrays([score_energy(record) for record in known.records])
+            ratios = [own.cpu().numpy() for own in log_token_ratios(parts)]
+            energies = known.arrays([weighted_energy(*pair) for pair in zip(known.records, ratios, strict=True)])
             return lambda samples: self._by_token(samples, energies)
         lowered = None if penalties is None else known.sums(penalties)
         if not self._entry.reads_ratios:

@@ -77,8 +77,15 @@ class Anchored:
 
 def log_sequence_ratios(parts: Sequence[Anchored]) -> list[float]:
     """Log of the ratio of each of this rank's rows, policy at the step's start over rollout: sum over its tokens."""
+    return [float(own.sum()) for own in log_token_ratios(parts)]
+
+
+def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
+    """`[S]` float64 log-ratios of the scored tokens of each of this rank's rows, policy at the step's start over
+    rollout.
+    """
     return [
-        float((score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double().sum())
+        (score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double()
         for part in parts
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
         for row in range(len(micro.rows))

@@ -128,8 +128,8 @@ def _advantage(draft: Draft) -> None:
     if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         raise NeedsDecisionError(
             "algorithm.adv_estimator",
-            f"{name}: advantage.name=otb reads the recorded distributions (sampling_mask.mode=keep), and has no "
-            "importance weights",
+            f"{name}: advantage.name=otb reads the recorded distributions (sampling_mask.mode=keep), and weighs by the "
+            "ratio to the rollout whatever the correction",
         )
     if name not in _ADVANTAGES:
         raise NeedsDecisionError("algorithm.adv_estimator", f"{name}: there is no critic here")

@@ -129,9 +129,7 @@ def _parameters(draft: Draft, loss: _Loss, mode: str) -> None:
         used.append(theirs)
     if loss.name == "gmpo":
         low, high = number(draft, _LOW), number(draft, _HIGH)
-        if low != high:
-            raise NeedsDecisionError(_LOW, f"gmpo has one bound, log_clip, and verl's are {low} and {high}")
-        found["log_clip"] = float(low or 0.0)
+        found |= {"log_clip_low": float(low or 0.0), "log_clip_high": float(high or 0.0)}
         used += [_LOW, _HIGH]
     if loss.ratio:
         found["ratio"] = loss.ratio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from moe_trm import corrections
 from moe_trm import losses as registry
 from moe_trm.config.schema import CorrectionConfig, LossConfig, RuleConfig
+from moe_trm.diagnostics.verdict_mismatch import quadrant
 from moe_trm.errors import ConfigError
 from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.presets import PRESETS
@@ -35,6 +37,12 @@ _COLUMNS = (
     ("grad weight", "gradient/weight_mean"),
     ("grad ess", "gradient/eff_sample_size"),
 )
+_SGA = (
+    ("bias tv", "gradient/bias_tv"),
+    ("variance chi2", "gradient/variance_chi2"),
+    ("tokens trained", "gradient/trained_fraction"),
+)
+"""The columns of `--sga`: bias and variance of the gradient apart."""
 CELL = 8
 """Characters of a column; its title takes two lines."""
 LEAST_NAME = 12
@@ -57,6 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss", nargs="+", metavar="NAME", help="as loss.name, path/to/file.py:function too; default: all losses"
     )
+    parser.add_argument(
+        "--sga", action="store_true", help="bias and variance of each candidate's gradient apart, least bias first"
+    )
     parser.add_argument("--json", type=Path, help="write everything here, step by step")
 
 
@@ -67,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     sweep = parse_sweep(args.sweep) if args.sweep else None
     chosen = candidates(recording, args.rules or (), args.preset or (), args.loss or (), sweep)
     outcomes = [_judge(candidate, recording) for candidate in chosen]
-    print(table(recording, outcomes, shutil.get_terminal_size().columns))
+    print(table(recording, outcomes, shutil.get_terminal_size().columns, sga=args.sga))
     if sweep is not None:
         swept = outcomes[-len(sweep.values) :]
         drawn = args.picture or Path(f"whatif-{Path(sweep.rule).name.replace(':', '.')}.{sweep.threshold}.svg")
@@ -118,36 +129,47 @@ def candidates(
     return found + (sweep.candidates(config) if sweep is not None else [])
 
 
-def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 80) -> str:
-    """The outcomes as text, and what the recording itself says.
+def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 80, *, sga: bool = False) -> str:
+    """The outcomes as text, and what the recording itself says. `sga`: by the bias and the variance they leave.
 
     No line is longer than `columns`: a name that does not fit has its figures below it.
     """
-    room = max(LEAST_NAME, columns - CELL * len(_COLUMNS))
+    first, shown = outcomes[0], _SGA if sga else _COLUMNS
+    if sga:
+        outcomes = sorted(outcomes, key=lambda one: (one.pooled or {}).get("gradient/bias_tv", math.inf))
+    room = max(LEAST_NAME, columns - CELL * len(shown))
     width = min(room, max(len(outcome.name) for outcome in outcomes))
     wrap = partial(textwrap.wrap, width=max(LEAST_NAME, columns), break_on_hyphens=False)
     steps = f"{recording.source}, steps {min(recording.steps)} to {max(recording.steps)}; means over all tokens"
     lines = [*wrap(steps), ""]
     for word in (0, 1):
-        lines.append(" " * width + "".join(f"{title.split()[word]:>{CELL}}" for title, _ in _COLUMNS))
+        lines.append(" " * width + "".join(f"{title.split()[word]:>{CELL}}" for title, _ in shown))
     for outcome in outcomes:
         if outcome.pooled is None:
             lines += wrap(f"{outcome.name:<{width}}  cannot: {outcome.refused}", subsequent_indent="    ")
             continue
         *above, name = wrap(outcome.name, width=width) or [""]
         lines += above
-        cells = [outcome.pooled.get(key) for _, key in _COLUMNS]
-        lines.append(f"{name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>{CELL}}" for c in cells))
+        cells = [outcome.pooled.get(key) for _, key in shown]
+        lines.append(f"{name:<{width}}" + "".join(f"{_cell(value):>{CELL}}" for value in cells))
         if outcome.uncalibrated:
             lines += wrap(outcome.uncalibrated, initial_indent="  ", subsequent_indent="  ")
-    first = outcomes[0]
-    if first.histogram:
+    if sga and first.pooled is not None:
+        lines += ["", *wrap(f"{first.name}: {quadrant(first.pooled)}")]
+    elif first.histogram:
         widest = min(50, max(10, columns - 20))
         lines += ["", f"effective gradient weights, {first.name}:"]
         lines += [
             f"  {label:>8} {share:7.2%} {'#' * round(widest * share)}" for label, share in first.histogram.items()
         ]
     return "\n".join([*lines, "", *wrap(f"verdict: {first.verdict or first.refused}")])
+
+
+def _cell(value: float | None) -> str:
+    """A figure of at most seven characters, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.1e}"
 
 
 def _judge(candidate: Candidate, recording: Recording) -> RuleOutcome:

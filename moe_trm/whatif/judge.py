@@ -95,7 +95,7 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
                 slope, plain_slope = (
                     _slope(loss, scores.logprobs)[batch.mask] for loss in (loss_of(index, scores), plain)
                 )
-                weights.add(slope, plain_slope)
+                weights.add(slope, plain_slope, (scores.logprobs - batch.rollout_logprobs)[batch.mask])
         steps[step] = objective.take(learner)
         verdict = says.say(steps[step])["verdict"]
         if measured_only:

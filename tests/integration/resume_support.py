@@ -24,7 +24,7 @@ model: {{checkpoint: {folder}/start}}
 task: {{max_digits: 1, eval_size: 0}}
 rollout: {{engine: bundle, bundle: {folder}/bundle, prompts_per_step: 2, group_size: 4}}
 sampling_mask: {{mode: keep}}
-replay: {{max_local_flip_rate: 1.0}}
+replay: {{mode: R3, max_local_flip_rate: 1.0}}
 probe: {{every: 2}}
 correction:
   calibration_steps: 3

@@ -21,7 +21,7 @@ model: {{checkpoint: {folder}/start}}
 task: {{max_digits: 1, eval_size: 0}}
 rollout: {{engine: bundle, bundle: {folder}/bundle, prompts_per_step: 2, group_size: 4}}
 sampling_mask: {{mode: keep}}
-replay: {{max_local_flip_rate: 1.0}}
+replay: {{mode: R3, max_local_flip_rate: 1.0}}
 probe: {{every: 2, thorough_every: 1}}
 kl: {{coef: 0.01}}
 loss: {{entropy_coef: 0.001}}

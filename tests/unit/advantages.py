@@ -12,9 +12,11 @@ from moe_trm.batch.collate import collate
 from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.train_rows import train_rows
 from moe_trm.config.schema import Config
+from moe_trm.learner.protocol import Scores
 from moe_trm.step.advantages import Advantages, own_records, placed
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
+from routing.replay import Native
 from tests.unit.doubles import StandInLearner
 
 
@@ -30,9 +32,15 @@ def valued(rows: Sequence[TrainRow], *of_rows: float, keep_mask: bool = False) -
     return placed(batch, [np.full(row.record.num_scored, own) for row, own in zip(rows, values, strict=True)])
 
 
+def at_the_rollout(mini: MiniBatch) -> Anchored:
+    """A minibatch whose policy at the step's start is the rollout's."""
+    batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
+    return Anchored(mini, batches, [Scores(batch.rollout_logprobs) for batch in batches], [Native()] * len(batches))
+
+
 def of_step(shares: Sequence[TrainBatch], config: Config) -> dict[int, Array]:
     """`[S]` of the scored tokens of each row of a planned step, by its number."""
-    parts = [Anchored(mini, [], [], []) for share in shares for mini in share.mini_batches]
+    parts = [at_the_rollout(mini) for share in shares for mini in share.mini_batches]
     values = estimator(config).of_rows(StandInLearner(), parts, shares[0].compared)
     return {record.row_id: own for record, own in zip(own_records(parts), values, strict=True)}
 

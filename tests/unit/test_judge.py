@@ -15,7 +15,7 @@ def test_the_verdict_names_the_setting_that_acts() -> None:
     assert judge.say(CALM).keys() == {"verdict", "verdict/case"}
     apart = judge.say({**CALM, "engine/k3_kl": 0.2})
     assert "disagree" in apart["verdict"]
-    assert apart["verdict/config"] == "rollout.server.dtype=float32"
+    assert apart["verdict/config"] == "learner.dtype=float16 rollout.server.dtype=float16"
 
 
 def test_a_quantised_rollout_is_not_told_to_align() -> None:
@@ -41,4 +41,4 @@ def test_progress_lines_say_a_new_verdict_once() -> None:
         lines.write(step, {**metrics, **judge.say(metrics)})
     told = [line for line in stream.getvalue().splitlines() if line.startswith(" ")]
     assert len(told) == 3
-    assert told[1].endswith("Try rollout.server.dtype=float32.")
+    assert told[1].endswith("Try learner.dtype=float16 rollout.server.dtype=float16.")

@@ -49,9 +49,11 @@ class OptimizerConfig(Section):
     surge_window: Positive = 100
     """Training steps to look back, and to wait between two halvings."""
     alignment_limit: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Largest cosine between the gradients of two consecutive updates (`optimizer/grad_cosine`): what is along the one
-    before is scaled down to it (GAC). 1: measured alone; none: not measured. Costs a copy of the gradient, also in
-    checkpoints. Try 1, then 0.1 where stale samples lift the cosine."""
+    """Limit on the cosine c between the gradients of two consecutive updates (`optimizer/grad_cosine`). Where c is
+    larger, the part along the gradient before is multiplied by limit / c, and the rest stays (GAC). The cosine becomes
+    limit / sqrt(1 - c^2 + limit^2): with a limit of 0.1, 0.9 becomes 0.22 and 0.99 becomes 0.58. 1: measured alone;
+    none: not measured. Costs a copy of the gradient, also in checkpoints. Try 1, then 0.1 where stale samples lift the
+    cosine."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or weight decay."""
     extra: dict[str, bool | int | float | str] = {}

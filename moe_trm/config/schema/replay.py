@@ -27,10 +27,11 @@ class SamplingMaskConfig(Section):
 class ReplayConfig(Section):
     """Source of the expert routes in the learner."""
 
-    mode: Literal["none", "R2", "R3", "auto"] = "R3"
+    mode: Literal["none", "R2", "R3", "auto"] = "auto"
     """Source of the learner's expert routes: its own routers (`none`), the proximal pass (`R2`), the rollout (`R3`).
     `auto` becomes one of them on loading. With samples of any age, or 4 optimizer steps per rollout batch, it is R3;
-    with 2 or 3 it is R2; with 1 it is none. `moe-trm config show` says which and why."""
+    with 2 or 3 it is R2, or R3 where there is no proximal pass to freeze; with 1 it is none. `moe-trm config show` says
+    which and why."""
     max_local_flip_rate: Fraction = 0.3
     """Share of replayed expert sets that may differ from the live router's own choice, in a layer and overall.
     Beyond it, or where one sample's sets differ far more often than its batch's, the live router is asked again

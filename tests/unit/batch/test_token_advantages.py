@@ -44,6 +44,24 @@ def test_golden_otb() -> None:
     np.testing.assert_allclose(second, [-0.421053, -0.330709], atol=1e-6)
 
 
+def test_off_policy_the_square_of_the_ratio_weighs() -> None:
+    """Energies 7, 7 and 2 of rewards 1, 0 and 1; squared ratios 4, 1/4 and 1, the first of a ratio beyond the cap."""
+    records = [make_record(sample_id=i, num_sampled=1) for i in range(3)]
+    energies = [by_token.score_energy(record) for record in records]
+    ratios = np.log([[9.0], [0.5], [1.0]])
+    weights = [
+        by_token.weighted_energy(*each) / own
+        for each, own in zip(zip(records, ratios, strict=True), energies, strict=True)
+    ]
+    np.testing.assert_allclose(np.concatenate(weights), [4.0, 0.25, 1.0])
+    assert by_token.weighted_energy(records[0], np.array([np.nan])).tolist() == [0.0]
+    rewards, groups, sizes = np.array([1.0, 0, 1]), np.zeros(3, int), np.array([[7.0], [7], [2]])
+    plain = np.concatenate(by_token.otb(rewards, groups, [*sizes]))
+    np.testing.assert_allclose(plain, [0.4375, -0.5625, 0.4375], atol=1e-6)
+    weighed = np.concatenate(by_token.otb(rewards, groups, [a * b for a, b in zip(weights, sizes, strict=True)]))
+    np.testing.assert_allclose(weighed, [0.055, -0.945, 0.055], atol=2e-4)
+
+
 def naive_otb(rewards: list[float], groups: list[int], energies: list[list[float]]) -> list[list[float]]:
     """The definition, one token after another."""
     found: list[list[float]] = []

@@ -12,7 +12,7 @@ from benchmarks.evidence import length
 from benchmarks.evidence.budget import said, sampler, weights
 from benchmarks.evidence.calibrate import mean_age, thresholds
 from benchmarks.evidence.chain import Divergence, softmax
-from benchmarks.evidence.collapse import Course, Setting, area, logistic, train
+from benchmarks.evidence.collapse import Course, Setting, area, direction, logistic, train
 from benchmarks.evidence.flip_depth import BASE, compared, independent, regrouped
 from benchmarks.evidence.tasks import reasoning
 from moe_trm.errors import ConfigError
@@ -108,6 +108,9 @@ def test_area_under_the_curve_and_a_regression_that_finds_the_line() -> None:
     assert area(np.array([1.0, 2.0, 3.0, 4.0]), labels) == 0.75
     assert area(np.array([0.0, 0.0, 0.0, 0.0]), labels) == 0.5
     assert np.isnan(area(np.zeros(2), np.array([True, True])))
+    falling = -np.array([1.0, 2.0, 3.0, 4.0])
+    assert (direction(falling, labels), direction(-falling, labels)) == (-1, 1)
+    assert area(direction(falling, labels) * falling, labels) == 0.75
     values = np.random.default_rng(0).normal(size=(200, 2))
     predict = logistic(values, values[:, 0] - values[:, 1] > 0)
     assert area(predict(values), values[:, 0] - values[:, 1] > 0) > 0.99

@@ -20,13 +20,14 @@ from moe_trm.doctor.preflight import load_here
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text("model: {checkpoint: start}\nreplay: {mode: auto}\n")
+    path.write_text("model: {checkpoint: start}\n")
     return path
 
 
 def config(**sections: Any) -> Config:
-    """A configuration of padded rows, unless `sections` say otherwise."""
-    return Config.model_validate({"model": {"checkpoint": "m"}, "batch": {"layout": "padded"}, **sections})
+    """A configuration of padded rows and the rollout's routes, unless `sections` say otherwise."""
+    chosen = {"batch": {"layout": "padded"}, "replay": {"mode": "R3"}, **sections}
+    return Config.model_validate({"model": {"checkpoint": "m"}, **chosen})
 
 
 def refused(path: Path, *overrides: str) -> dict[str, str]:
@@ -54,7 +55,7 @@ def test_auto_follows_off_policiness_and_age(minibatches: int, epochs: int, max_
         learner={"minibatches": minibatches, "epochs": epochs},
         pipeline={"mode": "async", "max_staleness": max_age},
     )
-    mode, why = replay_mode(run.learner, run.replay, run.pipeline)
+    mode, why = replay_mode(run.learner, run.replay, run.pipeline, run.correction)
     assert mode == expected
     assert str(max_age or minibatches * epochs) in why or minibatches == 1
 
@@ -97,7 +98,7 @@ def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFi
             learner={"minibatches": minibatches},
             pipeline={"mode": "async", "max_staleness": max_age},
         )
-        mode, why = replay_mode(run.learner, run.replay, run.pipeline)
+        mode, why = replay_mode(run.learner, run.replay, run.pipeline, run.correction)
         assert all(f"{other} would" in why for other in others[mode])
         assert "." not in why
         reasons.append(why)
@@ -132,22 +133,32 @@ def test_show_tells_what_was_asked_and_what_it_became(file: Path, capsys: pytest
     assert main(["config", "show", str(file), "learner.minibatches=1"]) == 0
     lines = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["replay.mode"].startswith("replay.mode: none ")
-    assert "# file, auto -> none: one optimizer step" in lines["replay.mode"]
+    assert "# default, auto -> none: one optimizer step" in lines["replay.mode"]
     assert "chosen at launch" in lines["rollout.server.device"]
     assert "chosen at launch" in lines["learner.transformer_engine"]
 
 
-def test_auto_that_becomes_r2_is_refused_with_a_bypass_preset_as_r2_is(file: Path) -> None:
-    bypass = "correction.preset=bypass_ppo_clip"
-    said, asked = refused(file, bypass)["replay.mode"], refused(file, bypass, "replay.mode=R2")["replay.mode"]
-    assert "plays no part in bypass mode" in said
-    assert "auto -> R2: 2 optimizer steps" in said
-    assert "auto" not in asked
-    load(file, [bypass, "learner.minibatches=1"])
-    load(file, [bypass, "learner.minibatches=4"])
-    # Told with a typo elsewhere too, and to whoever asks the rules without loading.
-    assert {"replay.mode", "optimizer.rate"} <= set(refused(file, bypass, "optimizer.rate=1"))
-    run = config(replay={"mode": "auto"}, correction={"preset": "bypass_ppo_clip"})
+@pytest.mark.parametrize(
+    "without_anchor", ["correction.preset=bypass_ppo_clip", "pipeline.proximal=average"], ids=["bypass", "average"]
+)
+def test_auto_replays_the_rollout_where_there_is_no_pass_to_freeze(file: Path, without_anchor: str) -> None:
+    """R2 itself is refused there."""
+    assert "R2" in str(refused(file, without_anchor, "replay.mode=R2"))
+    choice = resolve(file, [without_anchor]).choices[0]
+    assert (choice.key, choice.value) == ("replay.mode", "R3")
+    assert "R2 would replay the routes of a pass" in choice.reason
+    assert load(file, [without_anchor, "learner.minibatches=1"]).replay.mode == "none"
+
+
+def test_a_refused_choice_is_told_with_its_reason(file: Path) -> None:
+    """With a typo elsewhere too, and to whoever asks the rules without loading."""
+    needs_routes, asked = ["loss.name=rspo", "learner.minibatches=1"], ["replay.mode=none"]
+    said = refused(file, *needs_routes)["replay.mode"]
+    assert "both passes must use the same experts" in said
+    assert "auto -> none: one optimizer step" in said
+    assert "auto" not in refused(file, *needs_routes, *asked)["replay.mode"]
+    assert {"replay.mode", "optimizer.rate"} <= set(refused(file, *needs_routes, "optimizer.rate=1"))
+    run = config(replay={"mode": "auto"}, loss={"name": "rspo"}, learner={"minibatches": 1})
     assert [problem.key for problem in refusals(run)] == ["replay.mode"]
 
 

@@ -231,7 +231,7 @@ def test_every_setting_is_documented_and_explainable(capsys: pytest.CaptureFixtu
     assert main(["config", "explain", "replay.mode"]) == 0
     told = capsys.readouterr().out
     assert "R2" in told
-    assert "default: R3" in told
+    assert "default: auto" in told
     assert main(["config", "explain", "replay.mod"]) == 2
     assert "did you mean replay.mode?" in capsys.readouterr().err
 

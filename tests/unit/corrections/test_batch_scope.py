@@ -25,27 +25,52 @@ def test_m2po_drops_the_two_largest_moments() -> None:
     squares = torch.tensor([[0.01, 0.5, 0.02, 0.3, 0.001]], dtype=torch.float64)
     got = corrections.get("m2po")(from_total(squares.sqrt(), torch.ones_like(squares)), budget=0.04)
     assert got.keep.tolist() == [[True, False, True, False, True]]
-    harmless = corrections.get("m2po")(from_total(-squares.sqrt(), torch.ones_like(squares)), budget=0.04)
-    assert harmless.keep.all()
+    harmless = from_total(-squares.sqrt(), torch.ones_like(squares))
+    assert torch.equal(corrections.get("m2po")(harmless, budget=0.04).keep, got.keep)
+    assert corrections.get("m2po")(harmless, budget=0.04, over="harmful").keep.all()
     impossible = corrections.get("m2po")(from_total(squares.sqrt(), torch.ones_like(squares)), budget=1e-6)
     assert impossible.keep.tolist() == [[False, False, False, False, True]]
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 999), budget=st.floats(0.005, 0.5))
-def test_m2po_agrees_with_a_loop(seed: int, budget: float) -> None:
+@given(seed=st.integers(0, 999), budget=st.floats(0.005, 0.5), over=st.sampled_from(["all", "harmful"]))
+def test_m2po_agrees_with_a_loop(seed: int, budget: float, over: str) -> None:
     gen = torch.Generator().manual_seed(seed)
     x, mask = torch.randn(3, 6, generator=gen, dtype=torch.float64) * 0.4, torch.rand(3, 6, generator=gen) < 0.7
     advantages = torch.randn(3, 1, generator=gen, dtype=torch.float64).expand(3, 6)
-    got = corrections.get("m2po")(from_total(x, advantages, mask), budget=budget)
-    harmful = [(i, j) for i in range(3) for j in range(6) if mask[i, j] and x[i, j] * advantages[i, j] > 0]
-    ranked = sorted(harmful, key=lambda cell: -float(x[cell] ** 2))
+    got = corrections.get("m2po")(from_total(x, advantages, mask), budget=budget, over=over)
+    cells = [(i, j) for i in range(3) for j in range(6) if mask[i, j]]
+    counted = [cell for cell in cells if over == "all" or x[cell] * advantages[cell] > 0]
+    ranked = sorted(counted, key=lambda cell: -float(x[cell] ** 2))
     while len(ranked) > 1 and sum(float(x[c] ** 2) for c in ranked) / len(ranked) >= budget:
         ranked.pop(0)
     expected = mask.clone()
-    for cell in set(harmful) - set(ranked):
+    for cell in set(counted) - set(ranked):
         expected[cell] = False
     assert torch.equal(got.keep, expected)
+
+
+def test_m2po_bounds_the_moment_and_the_divergence_of_what_it_keeps() -> None:
+    """At a budget of .04 harmful tokens alone leave .0618 on what is kept; over all tokens it is below the budget."""
+    harmful, harmless = [0.1, 0.15, 0.2, 0.25, 0.5], [-0.2, -0.3, -0.35, -0.4]
+    x = torch.tensor([[*harmful, *harmless]], dtype=torch.float64)
+    evidence = from_total(x, torch.ones_like(x))
+    moment = {over: x[corrections.get("m2po")(evidence, over=over).keep] ** 2 for over in ("all", "harmful")}
+    assert float(moment["harmful"].mean()) > 0.04 > float(moment["all"].mean())
+    weights = moment["all"].sqrt().exp()
+    chi2 = (x[corrections.get("m2po")(evidence).keep].exp() - 1).square().mean()
+    assert float(chi2) <= float(weights.max() ** 2 * moment["all"].mean())
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("over", ["all", "harmful"])
+def test_m2po_drops_nan_whatever_it_counts(over: str, advantage: float) -> None:
+    """Beside a token that is kept, and alone."""
+    x = torch.tensor([[torch.nan, 0.1]], dtype=torch.float64)
+    for alone in (False, True):
+        evidence = from_total(x, torch.full_like(x, advantage), x.isnan() | (not alone))
+        got = corrections.get("m2po")(evidence, over=over)
+        assert got.keep.tolist() == [[False, not alone]]
 
 
 def test_batch_scope_is_refused_on_micro_batches() -> None:

@@ -17,6 +17,7 @@ from moe_trm.config import resolve
 from moe_trm.corrections import Evidence
 from moe_trm.diagnostics import Verdict, verdict
 from moe_trm.ratios import LogRatios
+from tests.unit.diagnostics.test_verdict import typed
 
 ROWS, TOKENS = 32, 64
 CALM = 0.02
@@ -233,14 +234,19 @@ def test_products_over_rows_are_told_where_a_rule_uses_them() -> None:
     far: dict[str, Any] = {"parts": {"engine": noise(0.15)}, "seed": 1}
     metrics = measured(**far, rules=({"name": "seq_tis", "ratio": "total"},)) | {"total/chi2_seq": 1e4}
     assert verdict([metrics]).config == "correction.preset=decoupled_geo_rs_token_tis"
-    alone = measured(**far) | {"total/chi2_seq": 1e4, "total/log_ppl_abs_diff": 0.01}
+    alone = measured(**far) | {"total/chi2_seq": 500.0, "total/log_ppl_abs_diff": 0.01}
     assert verdict([alone]).case == "ok"
+    exploded = alone | {"total/chi2_seq": 2e3}
+    said = verdict([exploded])
+    assert (said.case, "trm_max_avg" in said.config) == ("sequence", True)
+    bounded = exploded | {"correction/trm_max/kept_fraction": 1.0}
+    assert verdict([bounded]).case == "ok", "a rule bounds rows already"
 
 
 def can_be_typed(said: Verdict, folder: Path) -> None:
     file = folder / "config.yaml"
     file.write_text("model: {checkpoint: none}\npipeline: {mode: async}\n", encoding="utf-8")
-    resolve(file, [said.config] if said.config else [])
+    resolve(file, typed(said.config))
 
 
 @pytest.mark.parametrize(("route", "case"), [("split", "lag"), ("merged", "unsplit")])
@@ -257,3 +263,97 @@ def test_old_samples_that_nothing_judges_are_weighed_before_anything_else(route:
         other = verdict([found])
         assert other.case == case
         assert other.config != said.config
+
+
+def smeared(scale: float) -> Plant:
+    """Ratios half of the time above and half below 1, by the same difference: much total variation for its chi2."""
+    return lambda gen: torch.where(torch.rand(ROWS, TOKENS, generator=gen) < 0.5, 1 + scale, 1 - scale).double().log()
+
+
+def switched_on(plant: Mapping[str, Any], factor: float) -> list[dict[str, float]]:
+    """Ten steps without corrections and ten with, after which the gradient's noise is `factor` times as large."""
+    before, after = (measured({}, seed=1, rules=rules) for rules in ((), (UNCAPPED | {"cap": 2.0},)))
+    return [
+        {**step, "variance/pure_noise": 1e-3 * (1 + 0.05 * number) * scale}
+        for step, scale in ((before, 1.0), (after, factor))
+        for number in range(10)
+    ]
+
+
+CLIPPED = [{"loss/pg_clipfrac": 0.02 * number} for number in range(20)]
+LONGER = [{"response/length_mean": 100.0}] * 100 + [{"response/length_mean": 130.0}]
+LEAVES: dict[str, tuple[dict[str, Any], list[dict[str, float]], str, str, str]] = {
+    # leaf of the tree: (what is planted, history of it, case, advice at age 0, advice at age 4)
+    "healthy": ({}, [{}], "ok", "", ""),
+    "A, precision": (
+        {"parts": {"engine": noise(0.4)}}, [{}], "precision", "learner.dtype=float16 rollout.server.dtype=float16",
+        "learner.dtype=float16 rollout.server.dtype=float16",
+    ),
+    "B, staleness": (
+        {"parts": {"lag": noise(0.4)}}, [{}], "lag", "decoupled_token_is", "decoupled_token_is",
+    ),
+    "B, updates": ({"parts": {"update": noise(0.4)}}, [{}], "staleness", "minibatches=1", "minibatches=1"),
+    "C, moderate drift": ({"parts": {"engine": lighter}}, [{}], "drift", "geometric_mask", "geometric_mask"),
+    "D, few tokens": ({"parts": {"engine": tail}}, [{}], "variance", "icepop", "icepop"),
+    "D, rows": ({}, [{"total/chi2_seq": 1.5e3}], "sequence", "trm_max_avg", "trm_max_avg"),
+    "D, noise of the weights": ({}, switched_on({}, 40.0), "variance", "icepop", "icepop"),
+    "E, clip": ({}, CLIPPED, "clipping", "minibatches=1", "minibatches=1"),
+    "F, length": ({}, LONGER, "length", "optimizer.lr=5e-06", "optimizer.lr=5e-06"),
+    "moderate TV, low chi2": ({"parts": {"lag": smeared(0.22)}}, [{}], "bias", "ratio: lag", "ratio: lag"),
+    "the same, merged": (
+        {"parts": {"lag": smeared(0.22)}, "route": "merged"}, [{}], "bias", "ratio: merged", "ratio: merged",
+    ),
+    "the same, of the loss's own ratio": ({"parts": {"update": smeared(0.22)}}, [{}], "ok", "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("age", [0, 4])
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_every_leaf_of_the_tree_is_named(leaf: str, age: int, tmp_path: Path) -> None:
+    plant, history, case, fresh, stale = LEAVES[leaf]
+    for seed in SEEDS:
+        found = measured(**({"parts": {}} | plant), seed=seed) | {"rollout/age_max": float(age)}
+        said = verdict([found | step for step in history])
+        assert said.case == case, said
+        assert (fresh if age == 0 else stale) in said.config, said
+        can_be_typed(said, tmp_path)
+
+
+def test_little_more_noise_is_no_price_of_corrections() -> None:
+    assert verdict(switched_on({}, 3.0)).case == "ok"
+    assert verdict(switched_on({}, 40.0)[10:]).case == "ok", "nothing is known of the time before"
+
+
+WEIGHS_LAG = {"correction.rules.0.name": "token_tis", "correction.rules.0.thresholds.ratio": "lag"}
+HAVE = {"learner.dtype": "float16", "rollout.server.dtype": "float16", "learner.minibatches": 1, "learner.epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "config"),
+    [
+        ({"engine": noise(0.4)}, HAVE, "rollout.server.deterministic=true"),
+        ({"engine": noise(0.4)}, {**HAVE, "rollout.server.deterministic": True}, ""),
+        ({"update": noise(0.4)}, HAVE, "optimizer.lr=5e-06"),
+        ({"update": noise(0.4)}, {**HAVE, "learner.epochs": 2}, "learner.epochs=1"),
+        ({"lag": noise(0.4)}, {"pipeline.max_staleness": 2}, "pipeline.max_staleness=1"),
+        ({"lag": noise(0.4)}, {"pipeline.max_staleness": 1}, "pipeline.max_staleness=0"),
+        ({"lag": noise(0.4)}, {"pipeline.max_staleness": 0}, "correction.preset=decoupled_token_is"),
+        ({"lag": noise(0.4)}, {"pipeline.max_staleness": 0, "correction.preset": "decoupled_token_is"}, ""),
+        ({"lag": smeared(0.22)}, {"correction.rules.0.name": "token_tis"}, "token_tis"),
+        ({"lag": smeared(0.22)}, WEIGHS_LAG, "geometric_mask"),
+    ],
+)
+def test_what_is_set_already_is_not_advised(parts: dict[str, Plant], settings: dict[str, object], config: str) -> None:
+    said = verdict([measured(parts, seed=1) | {"rollout/age_max": 3.0}], settings=settings)
+    assert config in said.config, said
+    assert said.config or not config, said
+    assert bool(config) == bool(said.config)
+
+
+def test_groups_that_are_equal_because_rewards_failed_are_not_dropped() -> None:
+    seen = measured({}, seed=1) | {"reward/zero_variance_groups": 0.9}
+    assert verdict([seen]).config == "batch.zero_variance=drop"
+    assert verdict([seen], settings={"batch.zero_variance": "drop"}).config == ""
+    failed = verdict([seen | {"records/rejected/reward_error": 52.0}])
+    assert (failed.case, failed.config) == ("signal", "")
+    assert "52 reward_error" in failed.sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ ROUTED = {
     "probe/token_fraction": 0.25,
 }
 """Routes make four fifths of the mismatch."""
+
+
+def typed(config: str) -> list[str]:
+    """The advice of a verdict as words of a command line."""
+    return [part for part in re.split(r" (?=[a-z_.]+=)", config) if part]
 
 
 def test_a_share_of_a_sample_is_told_with_its_error() -> None:
@@ -177,7 +183,7 @@ def test_every_setting_can_be_typed(tmp_path: Path) -> None:
     for found in judged:
         assert found is not None
         assert found.config
-        resolve(file, [found.config])
+        resolve(file, typed(found.config))
 
 
 def test_a_server_that_was_lost_is_told_in_the_step_in_which_it_was_lost() -> None:

@@ -40,6 +40,16 @@ def test_golden() -> None:
     assert gradient[0] / math.sqrt(inner(gradient, gradient)) == pytest.approx(0.140028, abs=1e-6)
 
 
+def test_the_cosine_afterwards_is_the_one_that_the_setting_names() -> None:
+    """A limit on what is kept of the part along the gradient before, not on the cosine."""
+    for cosine, after in ((0.9, 0.224), (0.99, 0.578), (0.999, 0.913)):
+        control, gradient = GradientAlignment(0.1), pieces(cosine, math.sqrt(1 - cosine**2))
+        control.apply(pieces(1, 0), inner)
+        assert control.apply(gradient, inner) == pytest.approx(cosine)
+        got = gradient[0].item() / math.sqrt(inner(gradient, gradient))
+        assert got == pytest.approx(0.1 / math.sqrt(1 - cosine**2 + 0.1**2)) == pytest.approx(after, abs=1e-3)
+
+
 def test_a_random_walk_against_a_loop() -> None:
     """Along with corrected updates, small cosines, opposite ones and gradients that cannot count."""
     draw = torch.Generator().manual_seed(3)

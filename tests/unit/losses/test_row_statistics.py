@@ -22,7 +22,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "tbpo": {"clip_low": 0.9, "clip_high": 9.0, "dual_high": 9.0},
     "turn_ppo": {"clip_low": 0.9, "clip_high": 9.0},
     "espo": {"num_bins": 1, "clip_low": 0.9, "clip_high": 9.0},
-    "gmpo": {"log_clip": 5.0},
+    "gmpo": {"log_clip_low": 5.0, "log_clip_high": 5.0},
     "ctpo": {"form": "geometric", "low": 5.0, "high": 5.0, "dual": 9.0, "power": 0.0},
     "topr": {"high": 9.0},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -144,6 +145,48 @@ def test_equal_advantages_have_no_covariance_in_float32_either() -> None:
     ratios = LogRatios(current, current, current, torch.ones(4, 12).bool())
     inputs = LossInputs.uncorrected(ratios, current, torch.full((4, 12), 0.8660251)).kept()
     assert not clip_cov_candidates(inputs, torch.zeros(4, 12).bool(), 0.0, 100.0).any()
+
+
+def test_gmpo_clips_each_side_by_its_own_bound() -> None:
+    """One token: exp(0.3) at A = 1 where the upper bound is 0.3, -exp(-0.1) at A = -1 where the lower one is 0.1."""
+    for x, advantage, expected in (
+        (0.6, 1.0, -math.exp(0.3)),
+        (-0.6, -1.0, math.exp(-0.1)),
+        (0.2, 1.0, -math.exp(0.2)),
+    ):
+        got = losses.get("gmpo")(one_token(x, advantage)[0], log_clip_low=0.1, log_clip_high=0.3)
+        assert got.values.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_kl_cov_adds_an_estimate_of_the_kl_whose_gradient_is_exact() -> None:
+    """Over samples of four ids drawn from p, the mean of r - 1 - log r is KL(p || q), and so is its gradient."""
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    current = logits.log_softmax(0)[None]
+    ratios = LogRatios(p.log()[None], p.log()[None], current, torch.ones(1, 4, dtype=torch.bool))
+    inputs = LossInputs.uncorrected(ratios, current, torch.zeros(1, 4, dtype=torch.float64))
+    estimate = losses.get("kl_cov")(inputs, share=1.0, beta=1.0, penalty="kl").values[0] @ p
+    exact = p @ (p.log() - current[0])
+    assert estimate.item() == pytest.approx(exact.item())
+    by_estimate, by_exact = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, exact))
+    torch.testing.assert_close(by_estimate, by_exact)
+
+
+def test_dispo_by_the_sign_of_the_advantage_bounds_the_side_it_pushes_to() -> None:
+    """Bounds 1 -+ 0.1 for right and 1 -+ 0.2 for wrong answers; r = 2 or 1/2."""
+    own = {"correct_low": 0.1, "correct_high": 0.1, "incorrect_low": 0.2, "incorrect_high": 0.2}
+    for x, advantage, reward, by_ratio, by_advantage in (
+        (math.log(2), 1.0, 1.0, 1.1, 1.1),
+        (math.log(2), -1.0, 1.0, 1.1, 2.0),
+        (math.log(0.5), -1.0, 0.0, 0.8, 0.8),
+        (math.log(0.5), 1.0, 0.0, 0.8, 0.5),
+    ):
+        inputs, current = one_token(x, advantage)
+        inputs = replace(inputs, rewards=torch.tensor([reward]))
+        for regimes, bounded in (("ratio", by_ratio), ("advantage", by_advantage)):
+            values = losses.get("dispo")(inputs, regimes=regimes, **own).values.sum()
+            [gradient] = torch.autograd.grad(values, current, retain_graph=True)
+            assert -gradient.item() / advantage == pytest.approx(bounded, abs=1e-6)
 
 
 def test_m2po_cap() -> None:

@@ -16,7 +16,7 @@ from moe_trm.batch.advantages import opob
 from moe_trm.batch.collate import collate
 from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
-from moe_trm.batch.token_advantages import score_energy
+from moe_trm.batch.token_advantages import otb, score_energy, weighted_energy
 from moe_trm.config import InvalidConfigError, load
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
@@ -114,14 +114,31 @@ def test_the_step_is_compared_whole_however_ranks_share_it() -> None:
         assert values == pytest.approx([0.0 if number == 3 else expected[number]] * len(values), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["grpo", "opob"])
+def test_baselines_of_tokens_weigh_by_the_ratios_of_all_ranks() -> None:
+    found = shared(3, 5, config(**{**SETTINGS, "advantage": {"name": "otb"}}))
+    made = sorted(step_rows(), key=lambda row: row.record.sample_id)
+    records = [row.record for row in made]
+    batch = collate(MicroBatch(tuple(made)), keep_mask=False)
+    gaps = anchor_logprobs(batch) - batch.rollout_logprobs
+    logs = [gap[mask].double().numpy() for gap, mask in zip(gaps, batch.mask, strict=True)]
+    rewards, groups = np.array([r.reward for r in records]), np.array([r.group_id for r in records])
+    weighed, plain = (
+        otb(rewards, groups, [weighted_energy(r, scale * own) for r, own in zip(records, logs, strict=True)])
+        for scale in (1, 0)
+    )
+    assert max(np.abs(a - b).max() for a, b in zip(weighed, plain, strict=True)) > 0.01, "the ratios should matter"
+    for number, values in found.items():
+        assert values == pytest.approx([0.0] * len(values) if number == 3 else weighed[number], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "opob", "otb"])
 def test_its_anchors_are_always_scored(name: str) -> None:
     """Where the update's own forward would do, the ratios would not be known before it."""
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=100)
     settings = config(**{**SETTINGS, "advantage": {"name": name}, "probe": {"every": 0}})
     anchors = Anchors(settings, "none", whole=False)
     [part] = anchors.score(FakeLearner(Ranks(1), 0), TrainBatch(1, (mini,), {}, (0,)))
-    assert bool(part.scores) == (name == "opob")
+    assert bool(part.scores) == (name != "grpo")
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:

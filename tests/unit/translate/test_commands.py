@@ -29,7 +29,7 @@ def test_the_file_holds_everything_and_what_is_open_is_refused(
     assert "reward: ???  # to do: --rm-type" in printed.out
     assert "--mystery = 1 (arguments)" in printed.out
     assert "to do: --rm-type = math (line 1)" in printed.err
-    assert "refused by config show: task.reward: nobody has decided this yet" in printed.err
+    assert "refused by config show: task.reward: not decided yet" in printed.err
     file = tmp_path / "run.yaml"
     file.write_text(printed.out)
     with pytest.raises(ConfigError, match=r"task\.reward"):
@@ -51,7 +51,7 @@ def test_miles_has_a_command_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
         ("model: {checkpoint: m}\nloss: {name: reinforce, dual_clip: 3.0}\n", "launch: .*dual_clip"),
         ("model: {checkpoint: m}\nloss: {name: sapo, clip_low: 0.2}\n", "launch: .*clip_low"),
         ("model: {checkpoint: m}\nrollout: {group_size: 1}\n", "config show: rollout.group_size"),
-        ("model:\n  checkpoint: ???\n", "config show: model.checkpoint: nobody has decided"),
+        ("model:\n  checkpoint: ???\n", "config show: model.checkpoint: not decided yet"),
         ("model: {checkpoint: m}\nloss:\n  name: ???\n", r"config show: loss.name.*\?\?\?"),
         ("model: {checkpoint: m}\nloss: {name: gpg, dual_clip: 3.0}\ntrain:\n  steps: ???\n", "launch: .*dual_clip"),
         ("model: {checkpoint: m}\nloss: {name: gpg}\ntrain:\n  steps: ???\n", "config show: train.steps"),

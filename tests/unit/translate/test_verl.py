@@ -63,7 +63,7 @@ def test_a_switch_that_is_no_boolean_needs_a_decision(value: object) -> None:
             {"clip_low": 0.2, "clip_high": 0.2, "parameters": {"share": 2e-4, "low": 1.0, "high": 6.0}},
         ),
         ("kl_cov", {}, "kl_cov", {"parameters": {"share": 2e-4, "beta": 0.1}}),
-        ("geo_mean", {}, "gmpo", {"parameters": {"log_clip": 0.2}}),
+        ("geo_mean", {}, "gmpo", {"parameters": {"log_clip_low": 0.2, "log_clip_high": 0.2}}),
         ("cispo", {f"{ACTOR}.clip_ratio_low": 10}, "cispo", {"clip_high": 0.2}),
         (
             "dppo_tv",
@@ -108,9 +108,9 @@ def test_an_aggregation_that_only_some_releases_ignore_needs_a_decision(given: d
     assert of_verl({MODE: "gspo", **BY_ROWS}).values["loss.aggregation"] == "seq-mean-token-mean"
 
 
-def test_a_geometric_mean_with_two_bounds_needs_a_decision() -> None:
+def test_a_geometric_mean_keeps_both_bounds() -> None:
     draft = of_verl({MODE: "geo_mean", f"{ACTOR}.clip_ratio_low": 0.3, f"{ACTOR}.clip_ratio_high": 0.4})
-    assert draft.values["loss.parameters"] == "???"
+    assert draft.values["loss.parameters"] == {"log_clip_low": 0.3, "log_clip_high": 0.4}
 
 
 def test_an_unknown_loss_leaves_it_open() -> None:

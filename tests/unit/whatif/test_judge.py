@@ -85,10 +85,28 @@ def test_a_candidate_that_cannot_run_says_why() -> None:
 
 def test_tokens_without_advantage_have_no_weight() -> None:
     weights = EffectiveWeights()
-    weights.add(torch.tensor([0.0, 2.0, -1.0]), torch.tensor([0.0, 1.0, 1.0]))
+    weights.add(torch.tensor([0.0, 2.0, -1.0]), torch.tensor([0.0, 1.0, 1.0]), torch.zeros(3))
     assert weights.summary()["gradient/weight_mean"] == 0.5
     assert weights.histogram()["below 0"] == 0.5
     assert EffectiveWeights().summary() == EffectiveWeights().histogram() == {}
+
+
+@pytest.mark.parametrize(
+    ("rules", "bias", "variance"),
+    [
+        ([], (0 + 3 + 0 + 0.8 + 0) / 10, 0.0),
+        ([{"name": "token_tis", "thresholds": {"cap": 9.0}}], 0.0, 5 * (16 + 3 + 0.04) / 7.2**2 - 1),
+        ([{"name": "token_tis", "thresholds": {"cap": 2.0}}], 2 / 10, 5 * (4 + 3 + 0.04) / 5.2**2 - 1),
+        ([{"name": "icepop", "thresholds": {"low": 0.5, "high": 2.0}}], 4.2 / 10, 5 * 3 / 9 - 1),
+    ],
+    ids=["none", "weights", "capped", "band"],
+)
+def test_bias_and_variance_of_what_a_rule_leaves(rules: list[object], bias: float, variance: float) -> None:
+    """Ratios 1, 4, 1 and 0.2, 1: half the mean distance of weights to them, and the square of weights."""
+    found = outcome({"rules": rules}, {"name": "reinforce"})
+    assert found.pooled is not None
+    assert found.pooled["gradient/bias_tv"] == pytest.approx(bias, abs=1e-6)
+    assert found.pooled["gradient/variance_chi2"] == pytest.approx(variance, abs=1e-6)
 
 
 TARGET = {"rules": [{"name": "token_k2", "target_reject_rate": 0.3}]}

@@ -1,0 +1,128 @@
+"""Settings that act on a cause. What a run has set already is never advised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_trm.methods.presets import PRESETS
+
+Settings = Mapping[str, object]
+"""Values of a run's configuration by dotted key, of those that verdicts advise; without a key nothing is known of it.
+
+`pipeline.max_staleness` is the bound that holds, also where the mode makes it.
+"""
+
+NAME, RATIO = re.compile(r"name: (\w+)"), re.compile(r"ratio: (\w+)")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to change.
+
+    Attributes:
+        config: settings as typed on the command line, one or several.
+        words: the same as a command, in words.
+    """
+
+    config: str
+    words: str
+
+
+NONE_LEFT = Remedy("", "every setting that acts on it is set already, so look for its cause")
+
+HALF_PRECISION = Remedy(
+    "learner.dtype=float16 rollout.server.dtype=float16", "compute in float16 on both sides, which rounds finer"
+)
+FULL_PRECISION = Remedy("rollout.server.dtype=float32", "let the rollout compute in float32")
+SAME_KERNELS = Remedy("rollout.server.deterministic=true", "align kernels and tensor parallelism")
+REPLAY = Remedy("replay.mode=R3", "replay the rollout's routes")
+SNAPSHOT = Remedy("pipeline.behavior=snapshot", "find the cause first")
+ONE_UPDATE = Remedy("learner.minibatches=1", "make fewer updates of a batch")
+ONE_EPOCH = Remedy("learner.epochs=1", "go over a batch once")
+WEIGHED = Remedy("correction.preset=decoupled_token_is", "weigh tokens by proximal / rollout, up to a cap")
+"""What kept stale training going in docs/evidence.md."""
+GEOMETRIC_AND_TOKENS = Remedy("correction.preset=decoupled_geo_rs_token_tis", "judge rows by a mean and weigh tokens")
+NO_RULES = Remedy("correction.rules=[]", "leave them out")
+TRUST_REGION = Remedy(
+    "correction.rules=[{name: trm_max_avg, target_reject_rate: 0.05}]", "mask rows that are farthest away"
+)
+
+
+def first(settings: Settings, *remedies: Remedy) -> Remedy:
+    """The first remedy that would change something; `NONE_LEFT` where none would."""
+    return next((one for one in remedies if changes(one.config, settings)), NONE_LEFT)
+
+
+def changes(config: str, settings: Settings) -> bool:
+    """True where any of these settings is not what the run has. A bound on age changes something when it is lower.
+
+    A list of rules does where one of them is not there with the ratio that it reads.
+    """
+    parts = (part.partition("=") for part in re.split(r" (?=[a-z_.]+=)", config) if part)
+    return any(_differs(key, value, settings) for key, _, value in parts)
+
+
+def precision(settings: Settings) -> tuple[Remedy, ...]:
+    """Against engines that round differently, the cheapest first."""
+    both = {str(settings.get(key)) for key in ("learner.dtype", "rollout.server.dtype")}
+    if both == {"float32"} or both == {"float16"}:
+        return (SAME_KERNELS,)
+    return (HALF_PRECISION, FULL_PRECISION, SAME_KERNELS)
+
+
+def band(part: str) -> Remedy:
+    """IcePop on the part that has the tail. A loss contains the update, so that must not be weighed by again."""
+    own = {"engine": "", "lag": ", ratio: lag", "merged": ", ratio: merged"}.get(part, f", ratio: {part}, weight: one")
+    config = f"correction.rules=[{{name: icepop, thresholds: {{low: 0.5, high: 5.0{own}}}}}]"
+    return Remedy(config, "drop tokens outside a band before weighing the rest")
+
+
+def geometric(part: str) -> Remedy:
+    """The geometric mask on a part."""
+    own = "" if part == "engine" else f", ratio: {part}"
+    config = f"correction.rules=[{{name: geometric_mask, thresholds: {{low: 0.99, high: 1.01{own}}}}}]"
+    return Remedy(config, "reject rows that drift as a whole")
+
+
+def token_weights(part: str) -> Remedy:
+    """Truncated token weights on a part that a loss does not contain."""
+    ratio = "" if part == "engine" else f", ratio: {part if part in ('lag', 'merged') else 'merged'}"
+    config = f"correction.rules=[{{name: token_tis, thresholds: {{cap: 2.0{ratio}}}}}]"
+    return Remedy(config, "weigh tokens up to a cap")
+
+
+def rules_of(settings: Settings) -> set[tuple[str, str]]:
+    """Name and ratio of every rule that is set, by itself or by a preset; no ratio where it is the rule's own."""
+    names = {key: value for key, value in settings.items() if re.fullmatch(r"correction\.rules\.\d+\.name", key)}
+    own = {
+        (str(name), str(settings.get(key.removesuffix("name") + "thresholds.ratio", ""))) for key, name in names.items()
+    }
+    preset = PRESETS.get(str(settings.get("correction.preset")))
+    return own | {(name, str(thresholds.get("ratio", ""))) for name, thresholds in (preset.rules if preset else ())}
+
+
+def younger(settings: Settings, age: int) -> Remedy:
+    """A bound below the largest age, and below the bound there is."""
+    limit = settings.get("pipeline.max_staleness")
+    bound = min(age, limit) if isinstance(limit, int) else age
+    return Remedy(f"pipeline.max_staleness={max(bound - 1, 0)}", "sample less far ahead")
+
+
+def half_rate(lr: float) -> Remedy:
+    """Half the learning rate."""
+    config = f"optimizer.lr={lr / 2:g}" if lr > 0 else "optimizer.lr: half of what it is"
+    return Remedy(config, "halve the learning rate")
+
+
+def _differs(key: str, value: str, settings: Settings) -> bool:
+    if key == "correction.rules":
+        there, names, ratio = rules_of(settings), NAME.findall(value), "".join(RATIO.findall(value))
+        return any((name, ratio) not in there for name in names) if names else bool(there)
+    if key not in settings:
+        return True
+    now = settings[key]
+    if key == "pipeline.max_staleness":
+        return int(value) < int(str(now))
+    return value != (str(now).lower() if isinstance(now, bool) else str(now))
