@@ -56,7 +56,7 @@ FREE: list[dict[str, Any]] = [
     {"train": {"eval_every": 3, "max_restarts": 2, "export": False}},
 ]
 HISTORY: list[tuple[dict[str, Any], str]] = [
-    ({"replay": {"mode": "none"}}, "replay.mode: R3 -> none"),
+    ({"replay": {"mode": "none"}}, "replay.mode: auto -> none"),
     ({"optimizer": {"lr": 0.5}}, "optimizer.lr: 0.0001 -> 0.5"),
     ({"train": {"steps": 9}}, "train.steps: 4 -> 9"),
     ({"rollout": {"server": {"dtype": "float32"}}}, "rollout.server.dtype: bfloat16 -> float32"),
