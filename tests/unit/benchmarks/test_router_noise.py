@@ -45,7 +45,7 @@ def test_a_death_that_was_warned_of_is_shown() -> None:
 @pytest.mark.parametrize(
     ("none", "replayed", "words"),
     [
-        (LIVING, LIVING, "no turn that a figure could have warned of"),
+        (LIVING, LIVING, "nothing that a figure could have warned of"),
         (DYING, DYING, "(R3) the run died"),
         (FALLING, Course(line((0, 0.2), (100, 0.25)), LIVING.k3), "Without replay the run fell"),
     ],
@@ -61,6 +61,14 @@ def test_a_figure_that_did_not_warn_is_said_to_have_not() -> None:
     said, shown = verdict(UNWARNED, LIVING)
     assert shown
     assert "and did not warn" in said[2]
+
+
+def test_replay_that_gains_is_shown_where_nothing_falls_without() -> None:
+    held = Course((0.3,) * STEPS, DYING.k3)
+    said, shown = verdict(held, LIVING)
+    assert shown
+    assert "+0.14 from that without" in said[3]
+    assert not verdict(Course((0.4,) * STEPS, DYING.k3), LIVING)[1], "a gain below 0.1"
 
 
 def test_a_reward_that_comes_back_has_not_turned() -> None:
