@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -27,7 +28,7 @@ from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import CheckpointConfig, Config, RolloutConfig, SyncConfig
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.preflight import check_launch, load_here
-from moe_trm.errors import REFUSED, MoeTrmError
+from moe_trm.errors import REFUSED, CheckpointError, MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
@@ -165,8 +166,23 @@ def run(
         train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
         stack.close()
         if config.train.export and not checkpoints.interrupted:
-            learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
+            export(learner, run_dir / "checkpoints" / "final")
     dist.destroy_process_group()
+
+
+def export(learner: Learner, folder: Path) -> None:
+    """The final weights as a Hugging Face folder. Raises `CheckpointError` where it cannot be written."""
+    try:
+        learner.export_checkpoint(str(folder))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            "the final weights cannot be written",
+            where=str(folder),
+            got=str(error),
+            expected="room for a Hugging Face checkpoint of the model",
+            fix="Make room there. After a checkpoint of the last step the same command only exports, and "
+            "`moe-trm export` makes the same folder elsewhere.",
+        ) from error
 
 
 def meet(host: Host, file: str | None) -> tuple[Store, int, int]:

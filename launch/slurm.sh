@@ -34,6 +34,7 @@ servers=("${nodes[@]:0:SERVER_NODES}")
 learners=("${nodes[@]:SERVER_NODES}")
 join() { local IFS=,; echo "$*"; }
 
+# rollout.trusted_network=true: the nodes of the job talk with each other in the clear (SECURITY.md).
 # One key for this job, in the environment only: it is neither on a command line nor in a file.
 MOE_TRM_API_KEY=$(openssl rand -hex 32)
 export MOE_TRM_API_KEY
@@ -45,7 +46,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}
 
 srun --nodes="${#servers[@]}" --ntasks="${#servers[@]}" --nodelist="$(join "${servers[@]}")" \
-    python -m launch.rollout "$config" "$@" rollout.server.host=0.0.0.0 "rollout.server.port=$PORT" &
+    python -m launch.rollout "$config" "$@" rollout.trusted_network=true \
+    rollout.server.host=0.0.0.0 "rollout.server.port=$PORT" &
 server_step=$!
 
 urls=$(join "${servers[@]/#/http://}")
@@ -54,7 +56,7 @@ srun --nodes="${#learners[@]}" --ntasks="${#learners[@]}" --nodelist="$(join "${
     python -m torch.distributed.run \
     --nnodes "${#learners[@]}" --nproc-per-node "$RANKS_PER_NODE" --max-restarts 3 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${learners[0]}:29400" \
-    -m launch.train "$config" "$@" "rollout.urls=$urls" &
+    -m launch.train "$config" "$@" rollout.trusted_network=true "rollout.urls=$urls" &
 learner_step=$!
 
 # The batch script gets the signal; srun passes it on to torchrun, and torchrun to the ranks.

@@ -34,6 +34,7 @@ def idle_settings(config: Config) -> Iterator[str]:
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
             for key in ("urls", "url", "router", "intake_processes")
         ),
+        ("rollout", "trusted_network", not rollout.in_the_clear, "no key crosses a network in the clear"),
         ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_weights, f"{engine} takes no weights")

@@ -42,6 +42,14 @@ def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sy
             got=rollout.url,
             expected="one of the two keys",
         )
+    if rollout.in_the_clear and not rollout.trusted_network:
+        yield Problem(
+            "rollout.trusted_network",
+            "the key of the rollout servers would cross a network in the clear",
+            got=", ".join(rollout.in_the_clear),
+            expected="addresses of this machine, https://, or a network that nobody else listens on",
+            fix="set rollout.trusted_network=true if it is such a network; else give the servers certificates",
+        )
     asked = [rollout.router] if rollout.router else [*rollout.addresses]
     if rollout.intake_processes and (other := [url for url in asked if not url.startswith("http://")]):
         yield Problem(

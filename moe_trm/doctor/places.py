@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import torch
 from moe_trm.config.schema import CheckpointConfig, RecordConfig, RolloutConfig, SyncConfig, TaskConfig
 from moe_trm.errors import ConfigError, refuse_together
 from moe_trm.rollout.servers.port import held_port
+from moe_trm.runtime.private import PREFIX
 from moe_trm.tasks.rows import check_source
+
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket on Linux."""
+LONGEST_SOCKET = "tmp12345678"
+"""As long as the names of the sockets in a folder of ours: SGLang's, the controller's."""
 
 
 def check_prompts(task: TaskConfig) -> None:
@@ -30,7 +37,8 @@ def check_folders(
         "record.bundle": record.bundle,
         "sync.dir": sync.dir,
     }
-    refuse_together(*(lambda key=key, to=to: _writable(key, Path(to)) for key, to in named.items() if to))
+    writable = (lambda key=key, to=to: _writable(f"config key {key}", Path(to)) for key, to in named.items() if to)
+    refuse_together(*writable, lambda: _temporary(Path(tempfile.gettempdir())))
 
 
 def check_server(rollout: RolloutConfig) -> None:
@@ -54,6 +62,20 @@ def _device(rollout: RolloutConfig) -> None:
         )
 
 
+def _temporary(folder: Path) -> None:
+    """Sockets can be made in the folder for temporary files."""
+    _writable("environment variable TMPDIR", folder)
+    path = f"{folder}/{PREFIX}12345678/{LONGEST_SOCKET}"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ConfigError(
+            "the path of the folder for temporary files is too long for a socket in it",
+            where="environment variable TMPDIR",
+            got=f"{folder} ({len(os.fsencode(folder))} bytes)",
+            expected=f"at most {SOCKET_PATH_BYTES - len(os.fsencode(path)) + len(os.fsencode(folder))} bytes",
+            fix="Set TMPDIR to a folder with a shorter path, e.g. /tmp.",
+        )
+
+
 def _writable(key: str, folder: Path) -> None:
     """A file can be made in `folder`, or in the nearest folder above it that is there; nothing stays."""
     there = folder.absolute()
@@ -65,8 +87,8 @@ def _writable(key: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(
             "the run cannot write there",
-            where=f"config key {key}",
+            where=key,
             got=f"{folder} ({error.strerror}: {there})",
             expected="a folder that can be made and written",
-            fix=f"Set {key} to another folder, or give this user the right to write.",
+            fix=f"Set {key.split()[-1]} to another folder, or give this user the right to write.",
         ) from error

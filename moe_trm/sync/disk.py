@@ -16,6 +16,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +46,10 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], rounding: Rou
         path: the file.
         tensors: Hugging Face names and values.
         rounding: of the weights.
+
+    Raises `SyncError` where it cannot be written.
     """
-    with _Writer(path.parent, rounding) as writer:
+    with _writing(path.parent), _Writer(path.parent, rounding) as writer:
         writer.begin(path.name, dict(_rounded(tensors, rounding)))
         return writer.finished()
 
@@ -69,8 +72,10 @@ def write_buckets(
         rounding: of the weights.
         bucket_bytes: a file ends with the tensor that reaches it.
         lot_bytes: what a thread digests at once; files that are smaller are made without threads.
+
+    Raises `SyncError` where it cannot be written.
     """
-    with _Writer(folder, rounding, lot_bytes) as writer:
+    with _writing(folder), _Writer(folder, rounding, lot_bytes) as writer:
         sized = (((name, tensor), tensor.nbytes) for name, tensor in _rounded(tensors, rounding))
         for number, bucket in enumerate(in_lots(sized, bucket_bytes)):
             writer.begin(f"{stem}{f'-{number:04d}' if number else ''}.safetensors", dict(bucket))
@@ -155,7 +160,7 @@ def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, 
         checkpoint: folder whose config.json and tokenizer files the engine gets.
 
     Raises:
-        SyncError: a tensor is pushed twice, or a shard is not there.
+        SyncError: a tensor is pushed twice, a shard is not there, or a file cannot be written.
         CheckpointError: `checkpoint` has no config.json.
     """
     folder = Path(directory)
@@ -172,16 +177,33 @@ def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, 
         raise SyncError(
             "shards of the push are missing", where=directory, got=absent, expected="every file that the ranks reported"
         )
-    for stray in folder.glob("*.safetensors"):
-        if stray.name not in weight_map.values():
-            stray.unlink()
-    _copy_companions(Path(checkpoint), folder)
-    size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
-    _write_whole(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}).encode())
-    push = WeightPush(version, directory, entries)
-    _write_whole(folder / MANIFEST, msgspec.json.encode(push))
-    _delete_old(folder, version)
-    return push
+    with _writing(folder):
+        for stray in folder.glob("*.safetensors"):
+            if stray.name not in weight_map.values():
+                stray.unlink()
+        _copy_companions(Path(checkpoint), folder)
+        size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
+        _write_whole(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}).encode())
+        push = WeightPush(version, directory, entries)
+        _write_whole(folder / MANIFEST, msgspec.json.encode(push))
+        _delete_old(folder, version)
+        return push
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises `SyncError` for a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise SyncError(
+            "a weight push cannot be written",
+            where=str(folder),
+            got=str(error),
+            expected=f"room for {KEPT_PUSHES + 1} copies of the weights in the engine's dtype",
+            fix="Make room there, or set sync.dir to a larger folder that the engine sees too. A container's shared "
+            "memory is as large as it was started with (docker run --shm-size).",
+        ) from error
 
 
 def _copy_companions(checkpoint: Path, folder: Path) -> None:

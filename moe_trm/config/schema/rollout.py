@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from moe_trm.config.engines import DEFAULT, EngineTraits, traits_of
 from moe_trm.config.schema.section import Count, Fraction, Positive, Section
 from moe_trm.methods.weight_formats import WeightFormat
+from moe_trm.runtime.addresses import is_loopback
 
 
 class ServerConfig(Section):
     """The SGLang server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
 
     host: str = "127.0.0.1"
-    """Address to bind to. Anything but loopback needs an API key, which is always set."""
+    """Address to bind to. Anything but loopback needs `rollout.trusted_network`."""
     port: Annotated[int, Field(ge=0, le=65535)] = 30100
     """TCP port; 0: any free one (only with `moe-trm train`, which tells both sides)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -73,6 +75,10 @@ class RolloutConfig(Section):
     themselves. none: each sample goes to the server with the fewest in flight (docs/pipeline.md)."""
     api_key: str | None = None
     """Key of the server. None: taken from the environment variable MOE_TRM_API_KEY, else made for this run."""
+    trusted_network: bool = False
+    """Nobody but this run's machines listens on the network between learner and rollout servers. Needed where keys and
+    samples cross it in the clear: for servers at `http://` that is not this machine, and for a server of this run that
+    listens to others. Not needed for `https://` (docs/long_runs.md)."""
     bundle: str | None = None
     """`engine=bundle`: folder written by `record.bundle`."""
     bundle_delay_s: Annotated[float, Field(ge=0)] = 0.0
@@ -170,12 +176,21 @@ class RolloutConfig(Section):
     @property
     def addresses(self) -> tuple[str, ...]:
         """The address of every server of the run."""
-        return self.urls or (self.url or f"http://{self.server.host}:{self.server.port}",)
+        host = f"[{self.server.host}]" if ":" in self.server.host else self.server.host
+        return self.urls or (self.url or f"http://{host}:{self.server.port}",)
 
     @property
     def attached(self) -> bool:
         """True when the servers are started by somebody else."""
         return bool(self.urls or self.url)
+
+    @property
+    def in_the_clear(self) -> tuple[str, ...]:
+        """Addresses of servers to which the key is sent over a network without encryption."""
+        if not self.traits.has_servers:
+            return ()
+        asked = [urlsplit(url) for url in (*self.addresses, *([self.router] if self.router else []))]
+        return tuple(url.geturl() for url in asked if url.scheme != "https" and not is_loopback(url.hostname or ""))
 
     @property
     def traits(self) -> EngineTraits:

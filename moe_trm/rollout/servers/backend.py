@@ -31,11 +31,13 @@ class Launch:
         command: its command line, without the key: everyone on the machine can read it.
         environment: all of it.
         grace_s: time in which it may end by itself when it is not needed any more.
+        leaves: pattern of files that its processes map into memory and leave behind; they are removed with the server.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     grace_s: float = 0.0
+    leaves: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class ServerBackend(AnswerFormat):
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
         """The server of `rollout.server`, at this port and with this key; left when it is ready or has failed.
 
-        `folder` is for files that it reads. Raises `ConfigError`, `CheckpointError`.
+        `folder` is for its files: private, and removed with the server. Raises `ConfigError`, `CheckpointError`.
         """
 
     @abstractmethod

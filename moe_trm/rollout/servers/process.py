@@ -10,10 +10,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
 
+import psutil
 import torch
 
 from moe_trm.config.choices import server_device
@@ -23,6 +27,7 @@ from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
 from moe_trm.rollout.servers.last_words import last_words
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline, signal_group
+from moe_trm.runtime.private import Scratch
 
 LAST_BYTES = 1 << 18
 """End of the log in which an error is looked for."""
@@ -42,7 +47,7 @@ class Server:
 
     The group is stopped as a whole, at the latest when this process ends. `log_begin` is the size of the log at its
     start: what is before that, others wrote. `backend` is the engine's, and `grace_s` the time in which it may end by
-    itself.
+    itself. `scratch` goes with it.
     """
 
     url: str
@@ -52,6 +57,7 @@ class Server:
     log_pump: threading.Thread
     lifeline: Lifeline
     backend: ServerBackend
+    scratch: Scratch
     grace_s: float = 0.0
     log_begin: int = 0
 
@@ -81,6 +87,7 @@ class Server:
         if signal_group(self.process.pid, signal.SIGKILL):
             _group_is_gone(self.process, KILL_PATIENCE_S)
         self.process.wait()
+        self.scratch.remove()
         self.lifeline.release()
         self.log_pump.join(timeout=KILL_PATIENCE_S)
 
@@ -118,17 +125,40 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
     backend, settings = backend_of(config.rollout.engine), config.rollout.server
     backend.check(config)
     log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (
-        held_port(settings.host, settings.port) as port,
-        backend.launch(config, port, api_key, log_path.parent) as launch,
-    ):
-        server = _spawn(launch, backend, settings.host, port, log_path, api_key)
-        try:
-            _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
-        except BaseException:
-            server.stop(grace_s=1.0)
-            raise
+    scratch = Scratch()
+    try:
+        with (
+            held_port(settings.host, settings.port) as port,
+            backend.launch(config, port, api_key, scratch.path) as launch,
+        ):
+            server = _spawn(launch, backend, settings.host, port, log_path, api_key, scratch)
+            try:
+                _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
+            except BaseException:
+                server.stop(grace_s=1.0)
+                raise
+            _adopt_mapped(scratch, _process_tree(server.process.pid), launch.leaves)
+    except BaseException:
+        scratch.remove()
+        raise
     return server
+
+
+def _adopt_mapped(scratch: Scratch, processes: Iterable[int], pattern: str) -> None:
+    """Let the files that these processes have in their memory and would leave behind be removed with the folder."""
+    for process in processes:
+        with suppress(OSError):
+            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+            for path in {line.split(maxsplit=5)[-1] for line in lines}:
+                if fnmatch(path, pattern):
+                    scratch.adopt(Path(path))
+
+
+def _process_tree(process: int) -> list[int]:
+    """A process and all that it started; empty where it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return [process, *(child.pid for child in psutil.Process(process).children(recursive=True))]
+    return []
 
 
 def on_cpu(settings: ServerConfig) -> bool:
@@ -143,6 +173,7 @@ def _spawn(
     port: int,
     log_path: Path,
     api_key: str,
+    scratch: Scratch,
 ) -> Server:
     log_begin = log_path.stat().st_size if log_path.exists() else 0
     # A file, not a pipe: a full pipe would stop the server whenever this process is stopped or slow.
@@ -168,7 +199,7 @@ def _spawn(
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
-    return Server(url, api_key, log_path, process, pump, lifeline, backend, launch.grace_s, log_begin)
+    return Server(url, api_key, log_path, process, pump, lifeline, backend, scratch, launch.grace_s, log_begin)
 
 
 def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:

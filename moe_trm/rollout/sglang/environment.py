@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from moe_trm.rollout.credentials import without_key
 from moe_trm.runtime.gloo import LOOPBACK
 
 
-def child_environment(parent: Mapping[str, str], cpu: bool, *, alone: bool) -> dict[str, str]:
+def child_environment(parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool) -> dict[str, str]:
     """The server's environment.
 
-    `alone`: all of its processes are on this machine, and nobody else's reaches it.
+    `scratch`: for the sockets and files that SGLang makes and leaves. `alone`: all of its processes are on this
+    machine, and nobody else's reaches it.
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
     wants triton and a C++ compiler.
     """
-    child = {**(LOOPBACK if alone else {}), **without_key(parent)}
+    # What is compiled is kept for the next start, where nobody else puts code.
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "torchinductor")}
+    child = {**(LOOPBACK if alone else {}), **compiled, **without_key(parent), "TMPDIR": str(scratch)}
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         child["TORCHDYNAMO_DISABLE"] = "1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,10 @@ from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
 from moe_trm.runtime.addresses import is_loopback
+from moe_trm.runtime.private import write_private
 
+LOAD_FILES = "/dev/shm/sglang_loads_*.shm"
+"""Counters of a server's schedulers, which SGLang never removes."""
 GRACE_S = 3.0
 """Time in which a server on GPUs may end by itself."""
 
@@ -28,16 +30,19 @@ def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[
     """See `ServerBackend.launch`."""
     settings, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
     served = folder_to_serve(checkpoint, folder)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
-        # A file only this user can read: arguments are visible to everyone on the machine.
-        secret.write(f'api-key: "{api_key}"\n')
-        secret.flush()
-        command = launch_command(config, served, port, config_file=secret.name)
-        command += RANDOM_WEIGHTS if served != checkpoint else ()
-        cpu = on_cpu(settings)
+    # A file only this user can read: arguments are visible to everyone on the machine.
+    secret = folder / "api-key.yaml"
+    write_private(secret, f'api-key: "{api_key}"\n'.encode())
+    command = launch_command(config, served, port, config_file=str(secret))
+    command += RANDOM_WEIGHTS if served != checkpoint else ()
+    cpu = on_cpu(settings)
+    alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
+    environment = child_environment(os.environ, cpu, folder, alone=alone)
+    try:
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
-        alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
-        yield Launch(command, child_environment(os.environ, cpu, alone=alone), 0.0 if cpu else GRACE_S)
+        yield Launch(command, environment, 0.0 if cpu else GRACE_S, LOAD_FILES)
+    finally:
+        secret.unlink(missing_ok=True)
 
 
 def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:

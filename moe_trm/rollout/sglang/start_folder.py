@@ -9,9 +9,8 @@ makes before it samples, brings those of the checkpoint, dequantised by the lear
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from moe_trm.config.schema import ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError
@@ -50,18 +49,10 @@ def folder_to_serve(checkpoint: Path, beside: Path) -> Path:
     if has_plain_weights(checkpoint):
         return checkpoint
     folder = beside / "served-model"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     weights = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
     for path in checkpoint.iterdir():
         if path.is_file() and path not in weights and path.name != "config.json":
-            _write(folder / path.name, path.read_bytes())
-    _write(folder / "config.json", json.dumps(library_config(read_hf_config(checkpoint)), indent=2).encode())
+            shutil.copyfile(path, folder / path.name)
+    (folder / "config.json").write_text(json.dumps(library_config(read_hf_config(checkpoint)), indent=2))
     return folder
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Servers of one run may write into a common folder: a reader sees a whole file."""
-    with NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as partial:
-        partial.write(data)
-    os.chmod(partial.name, 0o644)
-    os.replace(partial.name, path)

@@ -135,6 +135,11 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["rollout.engine=bundle", "rollout.bundle=b", "record.bundle=b"], "record.bundle"),
         (["rollout.router=http://r:1"], "rollout.router"),
         (["rollout.router=http://r:1", "rollout.urls=[http://a:1, http://r:1/]"], "rollout.router"),
+        (["rollout.url=http://a:1"], "rollout.trusted_network"),
+        (["rollout.urls=[http://127.0.0.1:1, http://127.0.0.1.example:1]"], "rollout.trusted_network"),
+        (["rollout.url=http://127.0.0.1:1", "rollout.router=http://10.1.2.3:1"], "rollout.trusted_network"),
+        (["rollout.server.host=0.0.0.0"], "rollout.trusted_network"),
+        (["rollout.server.host='::'"], "rollout.trusted_network"),
         (["rollout.intake_processes=1", "rollout.url=https://a:1"], "rollout.intake_processes"),
         (["rollout.top_k=5000"], "rollout.top_k"),
         (["rollout.top_k=1"], "rollout.top_k"),
@@ -180,9 +185,24 @@ def test_impossible_combinations_are_refused(file: Path, overrides: list[str], k
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.server.host='::1'"],
+        ["rollout.server.host=localhost"],
+        ["rollout.url=https://a:1"],
+        ["rollout.urls=[http://127.0.0.2:1, 'http://[::1]:1']"],
+        ["rollout.url=http://a:1", "rollout.trusted_network=true"],
+    ],
+)
+def test_a_key_that_no_stranger_hears_needs_no_word(file: Path, overrides: list[str]) -> None:
+    assert load(file, overrides)
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.url=http://x", "rollout.server.port=5"], "rollout.server.port has no effect"),
+        (["rollout.trusted_network=true"], "rollout.trusted_network has no effect"),
+        (["rollout.url=http://127.0.0.1:1", "rollout.server.port=5"], "rollout.server.port has no effect"),
         (["rollout.engine=bundle", "rollout.bundle=b", "sync.verify=false"], "sync.verify has no effect"),
         (["replay.mode=none", "replay.max_local_flip_rate=0.1"], "replay.max_local_flip_rate has no effect"),
         (["probe.every=0", "probe.save=true"], "probe.save has no effect"),

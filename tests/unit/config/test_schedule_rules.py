@@ -9,7 +9,7 @@ import pytest
 from moe_trm.config.rules import refusals, warnings
 from moe_trm.config.schema import Config
 
-URLS = ["http://a:1", "http://b:1"]
+URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
 def config(pipeline: dict[str, Any], **sections: Any) -> Config:
@@ -52,7 +52,7 @@ STREAM = {**ASYNC, "stream": True}
         ({"push_every": 2}, {"train": {"eval_every": 3}}, "train.eval_every", "a multiple of 2"),
         (
             {**ASYNC, "rolling_push": True},
-            {"rollout": {"urls": URLS, "router": "http://c:1"}},
+            {"rollout": {"urls": URLS, "router": "http://127.0.0.1:3"}},
             "pipeline.rolling_push",
             "behind a router",
         ),

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from zmq import Socket, ZMQError
+from zmq.constants import SocketType
+from zmq.sugar.context import Context
 
 from launch.job import run_job
 from moe_trm.config.schema import Config
-from moe_trm.doctor.places import check_folders, check_server
+from moe_trm.doctor.places import LONGEST_SOCKET, check_folders, check_server
 from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import ConfigError, EngineError, SeveralRefusals
+from moe_trm.runtime.private import Scratch
 from tests.unit.sections import sections_of
 
 
@@ -78,6 +84,27 @@ def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:
         )
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("num_bytes", "refused"), [(78, False), (79, True), (95, True)])
+def test_a_folder_for_temporary_files_is_short_enough_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, refused: bool
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    long = folder / ("x" * (num_bytes - len(str(folder)) - 1))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    sections = sections_of(config(tmp_path), "checkpoint", "record", "sync", "name", "run_dir")
+    refusal = pytest.raises(ConfigError, match="at most 78 bytes") if refused else nullcontext()
+    with refusal:
+        check_folders(*sections)
+    server: Socket[bytes]
+    with Scratch(long) as scratch, Context.instance().socket(SocketType.PAIR) as server:
+        made = pytest.raises(ZMQError) if refused else nullcontext()
+        with made:
+            server.bind(f"ipc://{scratch}/{LONGEST_SOCKET}")
+    long.rmdir()
+    folder.rmdir()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

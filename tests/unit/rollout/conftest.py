@@ -9,8 +9,9 @@ import pytest
 FAKE_SERVER = '''
 """Serves /health after a while; a child and the server itself ignore SIGTERM when told to.
 
-It computes or sleeps for so many seconds before it first says which model it serves."""
-import http.server, json, os, signal, subprocess, sys, time
+It computes or sleeps for so many seconds before it first says which model it serves. Like SGLang it leaves a temporary
+file and one of shared memory."""
+import http.server, json, mmap, os, signal, subprocess, sys, tempfile, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], \
 os.environ["OMP_NUM_THREADS"], flush=True)
@@ -22,6 +23,10 @@ def leave(*args):
     child.kill()
     os._exit(0)
 signal.signal(signal.SIGTERM, leave)
+left = tempfile.NamedTemporaryFile(delete=False)
+shared = open(f"/dev/shm/sglang_loads_{os.getpid()}_fake.shm", "wb+")
+shared.truncate(4096)
+mapped = mmap.mmap(shared.fileno(), 4096)
 open(os.environ["FAKE_PIDS"], "w").write(f"{os.getpid()} {child.pid}")
 if "--stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -36,15 +36,17 @@ def test_only_quantised_weights_are_left_to_the_first_push(
     (tmp_path / "model.safetensors").write_bytes(b"8 bits each")
     server = start_server(config(tmp_path), tmp_path / "run" / "rollout.log", "key")
     command = Path(f"/proc/{server.process.pid}/cmdline").read_text().split("\0")
-    server.stop(grace_s=0.5)
     served = Path(command[command.index("--model-path") + 1])
+    files = {path.name: path.read_text() for path in served.iterdir() if path.suffix == ".json"}
+    server.stop(grace_s=0.5)
     if described is None:
         assert served == tmp_path
         assert "--load-format" not in command
         return
     assert command[command.index("--load-format") + 1] == "dummy"
-    assert sorted(path.name for path in served.iterdir()) == ["config.json", "tokenizer.json"]
-    assert json.loads((served / "config.json").read_text()) == {"model_type": "gpt_oss"}
+    assert sorted(files) == ["config.json", "tokenizer.json"]
+    assert json.loads(files["config.json"]) == {"model_type": "gpt_oss"}
+    assert not served.exists(), "it goes with its server"
 
 
 def test_an_attached_server_with_quantised_weights_is_refused(tmp_path: Path) -> None:

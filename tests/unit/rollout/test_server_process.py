@@ -24,6 +24,7 @@ from moe_trm.rollout.servers.port import held_port
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.launch import launch_command
+from moe_trm.runtime.private import remove_abandoned
 
 
 def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
@@ -49,12 +50,20 @@ def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path
     pids = [int(pid) for pid in pids_file.read_text().split()]
     assert server.poll() is None
     assert all(map(alive, pids))
+    assert len(left := left_by(pids[0], server.scratch.path.parent)) == 2
     started = time.monotonic()
     server.stop(grace_s=0.5)
     server.stop(grace_s=0.5)
     assert time.monotonic() - started < 5
     assert server.poll() is not None
     assert wait_until_dead(pids)
+    assert not any(path.exists() for path in left)
+
+
+def left_by(process: int, folder: Path) -> list[Path]:
+    """What the stand-in leaves behind: its file of shared memory, and a temporary one below `folder`."""
+    shared = Path(f"/dev/shm/sglang_loads_{process}_fake.shm")
+    return [path for path in (shared, *folder.glob("moe-trm-*/tmp*")) if path.exists()]
 
 
 def test_a_server_answers_although_nobody_reads_its_output(
@@ -174,9 +183,10 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert "--enable-return-routed-experts" in cuda
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
-    assert child_environment({"A": "1"}, cpu=False, alone=False) == {"A": "1"}
-    on_cpu = child_environment({"A": "1"}, cpu=True, alone=False)
-    assert child_environment({}, cpu=False, alone=True) == {"GLOO_SOCKET_IFNAME": "lo"}
+    plain = {"A": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache"}
+    assert child_environment(plain, False, tmp_path, alone=False) == plain | {"TMPDIR": str(tmp_path)}
+    on_cpu = child_environment(plain, True, tmp_path, alone=False)
+    assert child_environment({}, False, tmp_path, alone=True)["GLOO_SOCKET_IFNAME"] == "lo"
     assert on_cpu["TORCHDYNAMO_DISABLE"] == on_cpu["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] == "1"
 
 
@@ -214,7 +224,7 @@ sys.stdin.read()
 def test_a_server_ends_with_its_owner_even_when_both_cannot_act(tmp_path: Path, pids_file: Path, stopped: bool) -> None:
     """The owner is killed; the server is stopped, so that it could not end itself."""
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    here = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], *sys.path])}
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], *sys.path]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"serving\n"
@@ -224,6 +234,9 @@ def test_a_server_ends_with_its_owner_even_when_both_cannot_act(tmp_path: Path, 
         assert all(map(alive, pids))
         owner.kill()
     assert wait_until_dead(pids)
+    assert len(left := left_by(pids[0], tmp_path)) == 2
+    remove_abandoned(tmp_path)
+    assert not any(path.exists() for path in left)
 
 
 def test_nobody_gets_the_port_of_a_server_that_has_not_listened_yet() -> None:
