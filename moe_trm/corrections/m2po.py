@@ -25,24 +25,23 @@ def m2po(
     that is kept may be above `budget`, and the bound does not follow.
 
     If no subset reaches the budget, the one token with the smallest (log w)^2 stays. The statistic is of the whole
-    minibatch, so it must be computed before the batch is cut into micro-batches. NaN counts as the largest. The paper
-    reads the ratio to the behaviour policy; `ratio="staleness"` is the official code's. Budget 0.04 is the paper's. It
-    bounds a mean over what is kept, so no token has a score of its own: `target_reject_rate` cannot choose it.
-    Source: M2PO (arXiv 2510.01161).
+    minibatch, so it must be computed before the batch is cut into micro-batches. A token whose ratio is NaN is dropped.
+    The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official code's. Budget 0.04 is the
+    paper's. It bounds a mean over what is kept, so no token has a score of its own: `target_reject_rate` cannot choose
+    it. Source: M2PO (arXiv 2510.01161).
 
     When: rollouts are tens of versions old and a fixed clip would drop most of what can be learned.
     """
     check_positive("m2po", "budget", budget)
     x, mask = clamp_log_ratio(log_ratio), evidence.mask
-    advantages = evidence.advantages
-    harmful = ((advantages > 0) & ~(x <= 0)) | ((advantages < 0) & ~(x >= 0))
-    counted = mask & harmful if over == "harmful" else mask
-    moments = torch.where(counted, x**2, 0.0).nan_to_num(nan=torch.inf)
+    known, harmful = mask & ~x.isnan(), x * evidence.advantages.sign() > 0
+    counted = known & harmful if over == "harmful" else known
+    moments = torch.where(counted, x**2, 0.0)
     position = counted.flatten().nonzero()[:, 0]
     order = torch.argsort(moments.flatten()[position], stable=True)
     ascending = moments.flatten()[position][order].double()
     running = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=x.device)
     kept_count = (running < budget).sum().clamp(min=1)
     dropped = position[order][torch.arange(len(order), device=x.device) >= kept_count]
-    keep = mask.flatten().index_fill(0, dropped, False).view_as(mask)
+    keep = known.flatten().index_fill(0, dropped, False).view_as(mask)
     return weigh(torch.ones_like(x), mask, keep, summable.mean("score", moments, counted))

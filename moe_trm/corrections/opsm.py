@@ -28,9 +28,10 @@ def opsm(
     """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.
 
     Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows
-    of one sign are dropped whole. Positive rows are never dropped. D splits into engine and staleness parts, because
-    log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use. slime and miles
-    compare current with proximal (`ratio: update` here) unless told to take the rollout's log-probs.
+    of one sign are dropped whole. Of positive rows only tokens whose ratio is NaN are dropped. D splits into engine and
+    staleness parts, because log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in
+    use. slime and miles compare current with proximal (`ratio: update` here) unless told to take the rollout's
+    log-probs.
     `score` takes another reduction of -log w than the mean, or `ser`, which counts both directions.
     `divergence="exact"` reads KL(mu || pi_theta) of each context, of which -log w is the sampled estimate.
     Source: off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556).
@@ -45,5 +46,5 @@ def opsm(
         "negative_kept_fraction", ~too_far, mask & negative
     )
     metrics |= unscored(score, evidence)
-    decision = weigh(torch.ones_like(log_ratio), mask, ~(negative & too_far), metrics)
+    decision = weigh(torch.ones_like(log_ratio), mask, ~(negative & too_far) & ~log_ratio.isnan(), metrics)
     return replace(decision, score=distance, judged=(negative & mask).any(dim=1))

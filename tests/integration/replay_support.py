@@ -93,11 +93,11 @@ def sequences(data: Rows) -> list[np.ndarray]:
     return [np.append(data["input_ids"][b, :n], data["target_ids"][b, n - 1]) for b, n in enumerate(LENGTHS)]
 
 
-def random_records(data: Rows, seed: int = 0) -> ReplayRecords:
+def random_records(data: Rows, seed: int = 0, layers: tuple[int, ...] = LAYERS) -> ReplayRecords:
     rng = np.random.default_rng(seed)
-    draw = [np.argsort(rng.random((n, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8) for n in LENGTHS]
+    draw = [np.argsort(rng.random((n, len(layers), E)), axis=-1)[..., :K].astype(np.uint8) for n in LENGTHS]
     return ReplayRecords(
-        tuple(RouteRecord(d, LAYERS, E, token_digest(t)) for d, t in zip(draw, sequences(data), strict=True))
+        tuple(RouteRecord(d, layers, E, token_digest(t)) for d, t in zip(draw, sequences(data), strict=True))
     )
 
 

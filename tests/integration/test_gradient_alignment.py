@@ -16,12 +16,14 @@ from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, glo
 
 LIMIT = 0.1
 MEGATRON, WHOLE = "backend=megatron:expert=2", "backend=megatron:expert=1"
+TENSOR = "backend=megatron:tensor=2:expert=2"
+"""Both ranks hold the norms and the routers, and sum their gradients."""
 ZERO_1, ZERO_2, OFFLOAD = (
     "backend=deepspeed:stage=1",
     "backend=deepspeed:stage=2",
     "backend=deepspeed:stage=2:offload=1",
 )
-RUNS = (MEGATRON, WHOLE, ZERO_1, ZERO_2, OFFLOAD)
+RUNS = (MEGATRON, WHOLE, TENSOR, ZERO_1, ZERO_2, OFFLOAD)
 SCRIPT = Path(__file__).parent / "learner_support" / "alignment.py"
 
 

@@ -273,14 +273,22 @@ def test_gates_that_are_not_replayed_stop(family: str, change: Any, match: str) 
     assert replayer.report().applied_fraction == 1.0
 
 
-def test_a_gate_of_one_expert_that_is_always_one_needs_no_gradient() -> None:
-    model, data, layers = build("mixtral"), batch(), FAMILIES["mixtral"][2]
+@pytest.mark.parametrize(("family", "normalised"), [("mixtral", True), ("olmoe", False)])
+def test_a_gate_of_one_expert_needs_a_gradient_unless_its_weight_is_always_one(family: str, normalised: bool) -> None:
+    model, data, layers = build(family), batch(), FAMILIES[family][2]
     for layer in layers:
         model.model.layers[layer].mlp.gate.top_k = 1
+        model.model.layers[layer].mlp.experts.register_forward_pre_hook(
+            lambda _m, args: (*args[:2], args[2].detach()), prepend=True
+        )
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     one = records(layers, data, random_routes(layers)[..., :1])
     run(replayer, model, one, data)[data["valid"]].sum().backward()
-    assert replayer.report().applied_fraction == 1.0
+    if normalised:
+        assert replayer.report().applied_fraction == 1.0
+    else:
+        with pytest.raises(ReplayProofError, match="the router got none"):
+            replayer.report()
 
 
 def test_shifted_rows_lift_the_local_flip_rate() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,32 @@ def use_expected_sets(_: Path, dispatcher: str) -> None:
     assert (report.local_flip_rate or 0.0) > 0.8
     assert set(report.local_flips_by_layer) == set(LAYERS)
     assert replayer.report(dist.group.WORLD).replayed == 0
+
+
+def chunks_use_the_routes_of_their_own_layers(_: Path) -> None:
+    """As virtual pipeline stages: the same source serves one after the other, and the first again."""
+    layers, data = (0, 2, 3, 4, 6, 7), batch()
+    chunks = [build(num_layers=8, moe_layer_freq=[1, 0, 1, 1] * 2) for _ in range(2)]
+    for place, chunk in enumerate(chunks):
+        chunk.decoder.layers = chunk.decoder.layers[4 * place : 4 * place + 4]
+        chunk.decoder.num_layers_per_pipeline_rank = 4
+    replayer, source = MegatronReplayer(chunks, max_local_flip_rate=1.0), random_records(data, layers=layers)
+    maps: dict[int, torch.Tensor] = {}
+    for place, chunk in enumerate(chunks):
+        for number in (0, 2, 3):
+            hook = partial(lambda layer, _m, _a, out: maps.__setitem__(layer, out[1].clone()), 4 * place + number)
+            chunk.decoder.layers[number].mlp.router.register_forward_hook(hook)
+    for chunk in (*chunks, chunks[0]):
+        maps.clear()
+        with replayer.use(source, Layout(B, R), **data, model=chunk):
+            forward(chunk, data)
+        assert set(maps) == set(layers[:3] if chunk is chunks[0] else layers[3:])
+        for layer, used in maps.items():
+            for b, n in enumerate(LENGTHS):
+                for r in range(n):
+                    expected = source.records[b].experts[r, layers.index(layer)].tolist()
+                    assert used[r * B + b].nonzero().flatten().tolist() == sorted(expected)
+    assert replayer.report(dist.group.WORLD).applied_fraction == 1.0
 
 
 def forced_sets_alltoall(folder: Path) -> None:
@@ -275,6 +302,7 @@ def refusals(_: Path) -> None:
 
 SCENARIOS = [
     forced_sets_alltoall, forced_sets_allgather, natural_records_change_nothing, gates_come_from_live_logits,
+    chunks_use_the_routes_of_their_own_layers,
     r2_is_bit_identical, live_gate_weights_stop, gates_without_a_gradient_stop,
     frozen_routers_need_no_gradient, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
     swapped_layers_stop, swapped_and_stale_samples_stop, forwards_that_escape_stop, two_models_do_not_meet,

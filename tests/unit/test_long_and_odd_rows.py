@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -75,7 +76,31 @@ def test_diagnostics(lengths: list[int]) -> None:
         assert metrics == {}
 
 
-def test_acceptance_by_correctness_and_turn() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_acceptance_against_a_loop_over_rows(seed: int) -> None:
+    """Rows of padding are in no class."""
+    draw = random.Random(seed)
+    lengths = [0, 0, *(draw.choice([1, 3, 16, 17, 64, 65]) for _ in range(8))]
+    seen, _ = evidence(lengths)
+    signs = torch.tensor([draw.choice([-1.0, 0.0, 1.0]) for _ in lengths]).double()
+    rewards = torch.tensor([draw.choice([0.0, 1.0]) for _ in lengths])
+    seen = replace(seen, advantages=signs[:, None].expand(seen.mask.shape), rewards=rewards, turn_ids=None)
+    keep = seen.mask & (torch.rand(seen.mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.98)
+    got = diagnostics.finalize(diagnostics.acceptance(seen, replace(bound("token_tis")(seen), keep=keep)))
+    classes: dict[str, list[bool]] = {}
+    for row, length in enumerate(lengths):
+        if length:
+            whole = int(keep[row].sum()) == length
+            for name in (
+                {1.0: "positive", 0.0: "zero", -1.0: "negative"}[float(signs[row])],
+                "correct" if rewards[row] else "wrong",
+                "length_1_16" if length <= 16 else "length_17_64" if length <= 64 else "length_65_256",
+            ):
+                classes.setdefault(f"acceptance/{name}", []).append(whole)
+    assert got == {name: pytest.approx(sum(whole) / len(whole)) for name, whole in classes.items()}
+
+
+def test_acceptance_by_turn() -> None:
     seen, _ = evidence([4, 4, 4, 4])
     turns = (torch.arange(4) >= 2).int().expand(4, 4) * torch.tensor([[1], [1], [0], [0]])
     seen = replace(seen, turn_ids=turns)
@@ -83,8 +108,6 @@ def test_acceptance_by_correctness_and_turn() -> None:
     keep = whole.keep.clone()
     keep[1, 3] = False
     got = diagnostics.finalize(diagnostics.acceptance(seen, replace(whole, keep=keep)))
-    assert got["acceptance/correct"] == 0.5
-    assert got["acceptance/wrong"] == 1.0
     assert got["acceptance/multi_turn"] == 0.5
     assert got["acceptance/later_turn_tokens"] == 0.75
     assert got["acceptance/first_turn_tokens"] == 1.0

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_trm.config.schema import PipelineConfig
+from moe_trm.config.schema import BatchConfig, PipelineConfig
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.producer import Producer
 from moe_trm.store.freshness import chances, drawn, freshness, importance
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.reuse import Again, ReuseBuffer, with_weights
-from moe_trm.store.store import Group
-from moe_trm.types import TrainRow
+from moe_trm.store.store import Group, GroupStore
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainRow
 from tests.unit.records import make_record
 
 Ages = st.lists(st.integers(0, 6), min_size=1, max_size=12)
@@ -140,3 +144,44 @@ def test_rows_of_drawn_groups_have_the_weight_of_the_draw() -> None:
     fresh, old = group(1, 0), group(2, 0)
     rows = [TrainRow(record) for record in (*fresh.kept, *old.kept)]
     assert [row.weight for row in with_weights(rows, [Again(old, 0.5)])] == [1, 1, 0.5, 0.5]
+
+
+def test_a_group_that_is_made_again_is_the_group_that_was_trained() -> None:
+    """With the same samples rejected, and the same left out by the filters."""
+
+    class Answering:
+        async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+            if sample_id % 4 == 1:
+                raise RecordRejected("route_rows", "cut short")
+            made = make_record(sample_id=sample_id, group_id=group_id, reward=float(sample_id % 2))
+            return replace(made, finish_reason="length" if sample_id % 4 == 2 else "stop")
+
+        async def close(self) -> None: ...
+
+        def metrics(self) -> dict[str, float]:
+            return {}
+
+        async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+            raise AssertionError
+
+    async def go(overlong: Literal["keep", "drop"]) -> tuple[Group, Group]:
+        ledger = Ledger()
+        made = Producer(
+            Answering(),
+            lambda number: Prompt(f"prompt-{number}", (1,)),
+            GroupStore(ledger),
+            ledger,
+            BatchConfig(overlong=overlong),
+            batch_groups=1,
+            group_size=4,
+            concurrency=4,
+        )
+        made.admit_steps(1)
+        [first] = await made.take(0)
+        return first, await made.again(first.group_id)
+
+    for overlong, left in (("drop", 2), ("keep", 3)):
+        first, again = asyncio.run(go(overlong))  # type: ignore[arg-type]
+        assert [one.sample_id for one in again.kept] == [one.sample_id for one in first.kept]
+        assert len(again.kept) == left
+        assert [getattr(one, "sample_id", one) for one in again.outcomes] == [0, "route_rows", 2, 3]

@@ -183,3 +183,20 @@ def test_ages_of_tokens_and_rows_by_hand() -> None:
     }
     assert versions_of(records) == (2, 3, 4)
     assert versions_of([]) == ()
+
+
+@given(st.integers(0, 6), st.integers(0, 2), st.integers(0, 3))
+def test_refills_that_nobody_needed_do_not_pile_up(quiet: int, max_age: int, refills: int) -> None:
+    """A batch may replace what it is given for itself, and for those that are sampled ahead of it."""
+    ledger, number = Ledger(), 0
+    store = GroupStore(ledger, max_age=max_age, refills=refills)
+    for _ in range(quiet):
+        opened(store, ledger, number, 1)
+        admit(store, ledger, number, group(number, [0]))
+        assert len(store.take(1, 0) or []) == 1
+        number += 1
+    for _ in range(20):
+        opened(store, ledger, number, 1)
+        admit(store, ledger, number, group(number, [0]), drop="zero_variance")
+        number += 1
+    assert 20 - len(store.held()) <= refills * (max_age + 1)

@@ -39,6 +39,8 @@ def test_packs_by_hand() -> None:
     assert pack([8, 8, 4, 4], 1, 24) == [[[0, 1, 2, 3]]]
     assert pack([8, 8, 4, 4], 1, 12) == [[[0, 2], [1, 3]]]
     assert pack([8, 8, 4, 4], 2, 12) == [[[0, 2]], [[1, 3]]]
+    # The fullest of each round goes to the rank that has least so far.
+    assert pack([10, 9, 8, 1], 2, 10) == [[[0], [3]], [[1], [2]]]
     assert pack([5], 2, 16) == [[[0]], [[]]]
     assert pack([], 2, 16) == [[[]], [[]]]
 

@@ -13,7 +13,7 @@ from moe_trm.batch.partition import cost, imbalance, partition
 from moe_trm.batch.plan import plan_metrics, plan_step
 from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.sampling_mask.violation import drop
-from moe_trm.types import MicroBatch, TrainRow
+from moe_trm.types import MicroBatch, MiniBatch, TrainRow
 from tests.unit.advantages import valued
 from tests.unit.records import make_record
 
@@ -137,6 +137,15 @@ def test_how_well_a_step_is_cut() -> None:
         "batch/padding_fraction": pytest.approx(1 - 20 / 24),
         "batch/rank_imbalance": pytest.approx(16 / 12 - 1),
     }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_least_even_minibatch_counts_wherever_it_stands(order: int) -> None:
+    def rank(*lengths: int) -> list[MiniBatch]:
+        rows = [TrainRow(make_record(sample_id=i, num_prompt=1, num_sampled=n)) for i, n in enumerate(lengths)]
+        return [MiniBatch((MicroBatch((row,)),), 1, 1) for row in rows][::order]
+
+    assert plan_metrics([rank(9, 4, 4), rank(3, 4, 5)])["batch/rank_imbalance"] == pytest.approx(9 / 6 - 1)
 
 
 def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:

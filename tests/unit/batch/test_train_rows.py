@@ -75,7 +75,8 @@ def test_a_sample_is_in_one_minibatch_and_counts_once(
         micro_batch_tokens=64 if by_tokens else None,
     )
     seen: list[int] = []
-    for index in range(minibatches):
+    # Fewer samples than minibatches are as many minibatches as samples: none is empty.
+    for index in range(min(minibatches, len(sizes))):
         own: list[TrainRow] = [row for share in plan for micro in share[index].micro_batches for row in micro.rows]
         numbers = {row.record.sample_id for row in own}
         assert {share[index].num_sequences for share in plan} == {len(numbers)}
@@ -138,3 +139,14 @@ def test_versions_of_a_step_are_told_once_and_ascending() -> None:
     assert versions_of(records) == (3, 7)
     assert versions_of([]) == ()
     assert all(type(version) is int for version in versions_of(records))
+
+
+@given(dropped=st.sets(st.integers(0, 4)), first=st.integers(1, 4))
+def test_the_denominator_of_a_cut_sample_counts_the_scored_tokens_of_its_rows(dropped: set[int], first: int) -> None:
+    record = make_record()
+    assert record.sampling_mask is not None
+    mask = drop(record.sampling_mask, np.isin(np.arange(5), [*dropped]))
+    rows = train_rows(split_record(record.changed(sampling_mask=mask), [first, 5 - first]))
+    scored = int(collate(MicroBatch(tuple(rows)), keep_mask=True).mask.sum())
+    assert [row.sample_tokens for row in rows] == [scored, scored]
+    assert scored == 5 - len(dropped)

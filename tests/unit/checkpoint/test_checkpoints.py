@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from moe_trm.checkpoint import folder as folder_module
-from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
+from moe_trm.checkpoint.folder import CheckpointFolder, rank_file, read_manifest
 from moe_trm.checkpoint.peers import Peers
-from moe_trm.checkpoint.pieces import Piece, PieceReader, whole
+from moe_trm.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
 from moe_trm.checkpoint.resumption import Checkpoints
+from moe_trm.checkpoint.writer import BackgroundWriter, Contents
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
 from moe_trm.runtime.interruption import Interruption
@@ -130,14 +132,19 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_trained(tmp_
         open_checkpoints(tmp_path)
 
 
-def test_a_request_to_stop_ends_the_run_with_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("first", "stopped"), [(1, "step-000001"), (10, None)])
+def test_a_request_to_stop_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, stopped: str | None
+) -> None:
+    """In the last step it has ended anyway, and nothing goes on."""
     interruption = Interruption()
     checkpoints = open_checkpoints(tmp_path, interruption, every=0)
+    checkpoints.first_step = first - 1
     interruption.requested = "SIGTERM"
     train(checkpoints, TinyLearner(), 10)
-    assert checkpoints.interrupted
-    assert names(tmp_path) == ["step-000001"]
-    assert "goes on from" in capsys.readouterr().out
+    assert checkpoints.interrupted == (stopped is not None)
+    assert names(tmp_path) == ([stopped] if stopped else [])
+    assert ("goes on from" in capsys.readouterr().out) == checkpoints.interrupted
 
 
 def flip_a_byte(path: Path) -> None:
@@ -246,6 +253,46 @@ def test_a_full_disk_leaves_the_run_and_older_checkpoints_alone(
     assert "No space left on device" in caplog.text
     monkeypatch.undo()
     assert open_checkpoints(run_dir).first_step == 6
+
+
+class Threads(Peers):
+    """One of two ranks that are threads of this process."""
+
+    def __init__(self, rank: int, meet: threading.Barrier, told: list[bytes]) -> None:
+        self.rank, self.size, self._meet, self._told = rank, 2, meet, told
+
+    def gather(self, message: bytes) -> list[bytes]:
+        self._told[self.rank] = message
+        self._meet.wait(60)
+        everyone = [*self._told]
+        self._meet.wait(60)
+        return everyone
+
+
+@pytest.mark.parametrize("full", [None, 0, 1])
+def test_a_checkpoint_that_any_rank_could_not_write_is_removed_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int | None
+) -> None:
+    def write(path: Path, pieces: Sequence[Piece]) -> None:
+        if full is not None and path.name == rank_file(full):
+            raise OSError(28, "No space left on device")
+        write_pieces(path, pieces)
+
+    monkeypatch.setattr("moe_trm.checkpoint.writer.write_pieces", write)
+    meet, told, folder = threading.Barrier(2), [b"", b""], CheckpointFolder(tmp_path)
+    folder.begin_after(0)
+    ranks = [BackgroundWriter(folder, Threads(rank, meet, told), keep=2) for rank in range(2)]
+    for rank, writer in enumerate(ranks):
+        writer.start(Contents(2, [whole(f"weight{rank}", torch.ones(3))], None if rank else b"books"))
+    said = [writer.wait() for writer in ranks]
+    if full is None:
+        assert said == ["", ""]
+        assert set(read_manifest(folder.path(2)).files) == {rank_file(0), rank_file(1), "state.msgpack"}
+    else:
+        assert said[0] == said[1]
+        assert f"rank {full}" in said[0]
+        assert folder.steps() == []
+        assert not any(tmp_path.iterdir())
 
 
 def test_exports_appear_whole(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from moe_trm.checkpoint.differences import differences
 from moe_trm.checkpoint.history import begin, is_done
+from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, RunError
 from moe_trm.report.run_end import RunEnd, State, read_end, write_end
@@ -31,6 +32,20 @@ def begun(folder: Path, state: State = "running", step: int = 2) -> Path:
     return folder
 
 
+def test_every_other_setting_counts() -> None:
+    """Each by itself: all that a start may change are places, processes, and what a run shows and leaves behind."""
+    saved = flatten(settings())
+    free = {key for key in saved if not differences(saved, {**saved, key: "another"})}
+    server = {key for key in free if key.startswith("rollout.server.")}
+    assert {key.rpartition(".")[2] for key in server} == {
+        *("host", "port", "startup_timeout_s", "wait_s", "max_restarts", "silence_timeout_s", "hang_timeout_s")
+    }
+    assert {key for key in free - server if not key.startswith(("checkpoint.", "record.", "sync.", "observe."))} == {
+        *("name", "run_dir", "rollout.url", "rollout.urls", "rollout.router", "rollout.api_key"),
+        *("rollout.intake_processes", "train.eval_every", "train.export", "train.export_form", "train.max_restarts"),
+    }
+
+
 FREE: list[dict[str, Any]] = [
     {},
     {"name": "other"},
@@ -41,7 +56,7 @@ FREE: list[dict[str, Any]] = [
     {"train": {"eval_every": 3, "max_restarts": 2, "export": False}},
 ]
 HISTORY: list[tuple[dict[str, Any], str]] = [
-    ({"replay": {"mode": "none"}}, "replay.mode: R3 -> none"),
+    ({"replay": {"mode": "none"}}, "replay.mode: auto -> none"),
     ({"optimizer": {"lr": 0.5}}, "optimizer.lr: 0.0001 -> 0.5"),
     ({"train": {"steps": 9}}, "train.steps: 4 -> 9"),
     ({"rollout": {"server": {"dtype": "float32"}}}, "rollout.server.dtype: bfloat16 -> float32"),

@@ -13,6 +13,7 @@ import pytest
 from moe_trm.cli import main
 from moe_trm.config import InvalidConfigError, load, resolve
 from moe_trm.config.fields import lookup, walk
+from moe_trm.config.flat import flatten
 from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
@@ -42,6 +43,18 @@ def test_file_override_default_and_their_sources(file: Path) -> None:
         "optimizer.betas.1": "override",
         "name": "override",
     }
+
+
+def test_an_override_replaces_its_own_key_and_no_longer_one(file: Path) -> None:
+    """`rollout.url` is a beginning of `rollout.urls`; a section is one of all that is in it."""
+    keys = flatten(load(file).dump())
+    pairs = [(key, longer) for key in keys for longer in keys if longer.startswith(key) and longer != key]
+    assert ("rollout.url", "rollout.urls") in pairs
+    file.write_text("model: {checkpoint: m}\nrollout: {urls: ['http://a:1'], top_p: 0.5, server: {port: 7}}\n")
+    found = resolve(file, ["rollout.url=null", "rollout.server={port: 8}"]).sources
+    assert found["rollout.urls.0"] == "file"
+    assert found["rollout.top_p"] == "file"
+    assert found["rollout.url"] == found["rollout.server.port"] == "override"
 
 
 def test_later_override_wins_and_replaces_what_the_file_said(file: Path) -> None:

@@ -62,6 +62,17 @@ def test_m2po_bounds_the_moment_and_the_divergence_of_what_it_keeps() -> None:
     assert float(chi2) <= float(weights.max() ** 2 * moment["all"].mean())
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("over", ["all", "harmful"])
+def test_m2po_drops_nan_whatever_it_counts(over: str, advantage: float) -> None:
+    """Beside a token that is kept, and alone."""
+    x = torch.tensor([[torch.nan, 0.1]], dtype=torch.float64)
+    for alone in (False, True):
+        evidence = from_total(x, torch.full_like(x, advantage), x.isnan() | (not alone))
+        got = corrections.get("m2po")(evidence, over=over)
+        assert got.keep.tolist() == [[False, not alone]]
+
+
 def test_batch_scope_is_refused_on_micro_batches() -> None:
     rule = corrections.get("m2po").bind()
     with pytest.raises(ConfigError, match="whole minibatch"):

@@ -183,11 +183,14 @@ def test_extreme_ratios_give_finite_results(rule: str, log_ratio: float) -> None
 
 
 @every_rule
-def test_a_nan_ratio_never_passes_with_a_weight(rule: str) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("sign", [-1.0, 0.0, 1.0])
+def test_a_nan_ratio_never_passes_with_a_weight(rule: str, sign: float, alone: bool) -> None:
     (a, b, c), _, advantages = batch()
     b, c = b.clone(), c.clone()
     b[1, 2] = c[1, 2] = torch.nan
-    got = apply(rule, (a, b, c), torch.ones_like(a, dtype=torch.bool), -advantages.abs())
+    mask = c.isnan() if alone else torch.ones_like(a, dtype=torch.bool)
+    got = apply(rule, (a, b, c), mask, sign * advantages.abs())
     assert not got.keep[1, 2]
     assert got.weights.isfinite().all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -275,11 +276,6 @@ def test_compose_of_nothing_keeps_everything(fx: WorkedExample) -> None:
     assert finished["correction/weight_eff_sample_size"] == 1.0
 
 
-def test_effective_sample_size_of_the_applied_weights(fx: WorkedExample) -> None:
-    finished = corrections.finalize(corrections.compose([corrections.get("token_tis").bind()])(fx.evidence).metrics)
-    assert finished["correction/weight_eff_sample_size"] == pytest.approx(0.927159, abs=1e-6)
-
-
 def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> None:
     """At 0.01 and 100 the sampled k2 is 10.604 both times, k3 3.615 and 94.395: a maximum of k3 passes the first."""
     scores = {}
@@ -294,3 +290,31 @@ def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> 
     assert scores["trm_max", 100.0] == pytest.approx(10.604, abs=1e-3)
     assert scores["trm_avg", 0.01] == pytest.approx(3.615, abs=1e-3)
     assert scores["trm_avg", 100.0] == pytest.approx(94.395, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("token_tis", {})],
+        [("seq_tis", {})],
+        [("seq_mis", {"low": 0.5, "high": 2.0})],
+        [("seq_tis", {}), ("seq_mis", {"low": 0.8, "high": 1.5})],
+        [("token_tis", {}), ("trm_max", {"max_kl": 0.1}), ("seq_tis", {})],
+        [],
+    ],
+)
+def test_joint_weights_against_a_loop_over_tokens(fx: WorkedExample, rules: list[tuple[str, dict[str, Any]]]) -> None:
+    """Dropped tokens count with weight 0, and rows by their tokens; a row without tokens counts nothing."""
+    fx.mask = fx.mask.clone()
+    fx.mask[-1] = False
+    applied = corrections.compose([corrections.get(name).bind(**chosen) for name, chosen in rules])(fx.evidence)
+    weights = [
+        float(applied.weights[row, column]) if applied.keep[row, column] else 0.0
+        for row, column in fx.mask.nonzero().tolist()
+    ]
+    mean = sum(weights) / len(weights)
+    square = sum(weight**2 for weight in weights) / len(weights)
+    found = corrections.finalize(applied.metrics)
+    assert found["correction/weight_mean"] == pytest.approx(mean)
+    assert found["correction/weight_std"] == pytest.approx(max(0.0, square - mean**2) ** 0.5, abs=1e-6)
+    assert found["correction/weight_eff_sample_size"] == pytest.approx(mean**2 / square if square else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_trm import corrections, diagnostics
+from moe_trm import diagnostics
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.ratios import LogRatios
 from tests.unit.conftest import WorkedExample
@@ -130,22 +130,3 @@ def test_extreme_ratios_stay_finite(fx: WorkedExample) -> None:
         for name, value in got.items()
         if "ppl" not in name and "prob" not in name
     )
-
-
-def test_acceptance_by_length_and_sign() -> None:
-    wide = {name: torch.zeros(4, 20, dtype=torch.float64) for name in ("rollout", "behavior", "current")}
-    mask = torch.ones(4, 20, dtype=torch.bool)
-    mask[:2, 10:] = False
-    wide["behavior"][0, 3] = wide["behavior"][2, 3] = wide["behavior"][3, 3] = 3.0
-    advantages = torch.tensor([1.0, -1.0, -1.0, 0.0])[:, None].expand(4, 20)
-    evidence = Evidence(LogRatios(wide["rollout"], wide["behavior"], wide["current"], mask), advantages)
-    got = diagnostics.finalize(
-        diagnostics.acceptance(evidence, corrections.get("trm_max")(evidence, max_kl=0.1, ratio="engine"))
-    )
-    assert got == {
-        "acceptance/length_1_16": 0.5,
-        "acceptance/length_17_64": 0.0,
-        "acceptance/positive": 0.0,
-        "acceptance/negative": 0.5,
-        "acceptance/zero": 0.0,
-    }

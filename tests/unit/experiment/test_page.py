@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from moe_trm.experiment.arms import Arm
+from moe_trm.report.run import Run
 from tests.unit.experiment.scripted import Scripted
 from tests.unit.report.page_reader import PageReader
 
@@ -156,3 +158,13 @@ def test_text_of_a_log_breaks_neither_page_nor_table(tmp_path: Path) -> None:
     assert trial.run(only_report=True) == 1
     assert "<script>alert" not in (trial.out / "report.html").read_text()
     assert "a\\|b second |" in (trial.out / "table.md").read_text()
+
+
+def test_a_band_is_over_all_finished_runs_or_none(tmp_path: Path) -> None:
+    def run(seed: int, values: list[float | None]) -> Run:
+        return Run(tmp_path / str(seed), {}, [{"step": n, "m": value} for n, value in enumerate(values, 1)], ())
+
+    arm = Arm("arm", {0: run(0, [1, 2, 3]), 1: run(1, [2, None, 5]), 2: run(2, [3, 4, 7])}, ())
+    found = {step: (low, high) for step, low, high in arm.reach("m")}
+    assert set(found) == {1, 3}
+    assert found[1] == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)), abs=1e-3)

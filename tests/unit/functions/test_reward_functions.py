@@ -12,6 +12,8 @@ from typing import TypeVar
 import pytest
 
 from moe_trm.errors import ConfigError, RecordRejected
+from moe_trm.functions.current_call import SIZE, CurrentCall
+from moe_trm.functions.worker import _driven
 from moe_trm.runtime.child_messages import Done, pack
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.tasks.reward_input import RewardInput
@@ -231,3 +233,34 @@ def test_numbers_of_other_libraries_can_be_sent() -> None:
     assert pack(Done(1, [np.float32(0.5)])) == pack(Done(1, [0.5]))
     with pytest.raises(TypeError, match="cannot be sent"):
         pack(Done(1, object()))
+
+
+def test_the_cell_names_a_call_only_while_its_code_runs(tmp_path: Path) -> None:
+    """Not while it waits, nor after its end, its error or its cancellation: else it would be blamed for others."""
+    path = tmp_path / "cell"
+    path.write_bytes(bytes(SIZE))
+
+    async def go() -> None:
+        with path.open("r+b") as file:
+            cell = CurrentCall(file.fileno())
+
+            async def call(end: str) -> str:
+                assert cell.read()[0] in (7, 8, 9)
+                await asyncio.sleep(0 if end != "wait" else 1000)
+                assert cell.read()[0] in (7, 8, 9)
+                if end == "fail":
+                    raise KeyError(end)
+                return end
+
+            calls = [asyncio.ensure_future(_driven(7 + n, call(end), cell)) for n, end in enumerate(("well", "fail"))]
+            calls.append(asyncio.ensure_future(_driven(9, call("wait"), cell)))
+            for _ in range(6):
+                await asyncio.sleep(0)
+                assert cell.read()[0] == 0
+            calls[2].cancel()
+            done = await asyncio.gather(*calls, return_exceptions=True)
+            assert [type(one) for one in done] == [str, KeyError, asyncio.CancelledError]
+            assert cell.read() == (0, 0.0)
+            cell.close()
+
+    asyncio.run(go())

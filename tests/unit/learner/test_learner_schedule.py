@@ -5,7 +5,9 @@ import pytest
 from moe_trm.config.learning_rate import LearningRate, learning_rate
 from moe_trm.config.schema import Config, LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
+from moe_trm.learner.deepspeed.optimizer import adamw
 from moe_trm.learner.parameter_groups import GroupSettings, check_groups, is_frozen, settings_of
+from moe_trm.models.tiny.checkpoint import TinyShape, tiny_model
 from tests.unit.sections import sections_of
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
@@ -27,6 +29,16 @@ def test_rates_of_the_steps(settings: dict[str, object], rates: list[float]) -> 
     assert rate.at(1000) == pytest.approx(rates[-1])
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 14, 15, 16, 95])
+def test_wsd_goes_down_however_short_the_run(num_steps: int) -> None:
+    settings = OptimizerConfig.model_validate({"lr": 1.0, "warmup_steps": 0, "schedule": "wsd", "min_lr": 0.2})
+    rate = LearningRate(settings, num_steps)
+    assert rate.final_steps == pytest.approx(max(1, num_steps / 10), abs=0.5)
+    before = [rate.at(step) for step in range(num_steps - rate.final_steps + 1)]
+    assert set(before) == {1.0}
+    assert rate.at(num_steps) == pytest.approx(0.2)
+
+
 def test_a_schedule_ends_with_the_run() -> None:
     config = {"model": {"checkpoint": "none"}, "train": {"steps": 10}, "learner": {"minibatches": 2, "epochs": 3}}
     assert learning_rate(*sections_of(Config.model_validate(config), "optimizer", "learner", "train")).num_steps == 60
@@ -37,14 +49,6 @@ def test_a_schedule_ends_with_the_run() -> None:
             )
         ).num_steps
         == 7
-    )
-    assert (
-        learning_rate(
-            *sections_of(
-                Config.model_validate({**config, "optimizer": {"schedule": "wsd"}}), "optimizer", "learner", "train"
-            )
-        ).final_steps
-        == 6
     )
 
 
@@ -75,3 +79,14 @@ def test_only_routers_are_frozen() -> None:
     assert [is_frozen(name, LearnerConfig(freeze_router=True)) for name in NAMES] == [False, True, False]
     assert is_frozen("model.layers.0.mlp.router.bias", LearnerConfig(freeze_router=True))
     assert not any(is_frozen(name, LearnerConfig()) for name in NAMES)
+
+
+def test_weight_decay_of_a_transformers_model_is_on_matrices_alone() -> None:
+    model = tiny_model(0, TinyShape(layers=1, hidden=16, heads=1, kv_heads=1, head_dim=16, experts=2, expert_ffn=8))
+    groups = adamw(model, optimizer({"match": r"mlp\.gate\.", "lr_multiplier": 0.5})).param_groups
+    found = {id(parameter): group for group in groups for parameter in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups) == len([*model.parameters()])
+    for name, parameter in model.named_parameters():
+        group = found[id(parameter)]
+        assert group["weight_decay"] == (0.1 if parameter.dim() > 1 else 0.0), name
+        assert group["lr_multiplier"] == (0.5 if "mlp.gate." in name else 1.0), name

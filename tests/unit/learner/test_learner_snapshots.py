@@ -155,6 +155,20 @@ def test_an_average_is_the_weighted_mean_of_all_weights_so_far() -> None:
     assert worst > 1, "an average in bfloat16 alone would do as well"
 
 
+def test_an_average_has_the_buffers_of_the_present() -> None:
+    """Selection biases are not averaged: they are set, not trained."""
+    model, chance = make_model(), torch.Generator().manual_seed(2)
+    model.register_buffer("bias", torch.zeros(3))
+    snapshots = Snapshots([model])
+    for number in range(3):
+        drift(model, chance)
+        model.bias.fill_(number)  # type: ignore[operator]
+        snapshots.blend("proximal", 0.5)
+    model.bias.fill_(9)  # type: ignore[operator]
+    with snapshots.using("proximal"):
+        assert model.bias.tolist() == [2, 2, 2]  # type: ignore[operator]
+
+
 def test_an_average_that_was_saved_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     model, chance = make_model(), torch.Generator().manual_seed(1)
     snapshots = Snapshots([model])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_trm.cli import main
@@ -24,6 +25,7 @@ from moe_trm.plan.lengths import log_normal, recorded
 from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds, training_operations
 from moe_trm.plan.text import as_data, page
 from moe_trm.plan.wire import rank_bits, route_bytes
+from moe_trm.recording.bundle import BundleReader
 from routing import combinations
 from tests.unit.plan.published import MODELS, hf_config
 
@@ -280,8 +282,10 @@ def test_a_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recorded_lengths_are_measured() -> None:
     lengths = recorded(str(ROOT / "tests" / "data" / "bundle-5"))
     assert lengths.basis == "measured"
-    assert list(lengths.values) == sorted(lengths.values)
-    assert lengths.prompt_tokens > 0
+    reader = BundleReader(str(ROOT / "tests" / "data" / "bundle-5"))
+    records = [record for step in reader.steps() for record in reader.read(step)]
+    assert list(lengths.values) == sorted(int(record.sampled.sum()) for record in records)
+    assert lengths.prompt_tokens == pytest.approx(np.mean([(~record.sampled).sum() for record in records]))
 
 
 def test_one_node_that_colocates_serves_and_trains_on_all_gpus() -> None:

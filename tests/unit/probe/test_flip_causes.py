@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from moe_trm.learner.protocol import Scores
 from moe_trm.probe.flip_causes import flip_causes, flips_of
+from moe_trm.probe.load_balance import load_balance
 from moe_trm.types import TokenBatch
 from routing import RouteRecord
 from routing.replay import Recorded
@@ -85,3 +86,48 @@ def test_flips_by_router_margin_use_the_margins_of_the_weights_that_sampled() ->
     # Layer 3 alone has margins: its last row flips, at 0.001. The row before is in the same class, the first scored one
     # at 0.5.
     assert rates == {"routing/flips/engine/margin_0.001_0.003": 0.5, "routing/flips/engine/margin_0.1_up": 0.0}
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 63])
+def test_classes_of_position_against_a_loop_over_tokens(prompt: int) -> None:
+    """A row that predicts token number n + 1 of its sequence stands at n, counted from 1."""
+    rng, length = np.random.default_rng(prompt), 300
+    sets = np.argsort(rng.random((2, length, 2, 4)), axis=-1)[..., :2]
+    mask = torch.arange(length)[None] >= prompt
+    blank = torch.zeros(1, length)
+    names = ("input_ids", "target_ids", "rollout_logprobs", "full_logprobs", "turn_ids", "advantages")
+    made: Any = {**dict.fromkeys(names, blank), "valid": mask, "mask": mask, "versions": blank.long()}
+    record = RouteRecord(sets[0].astype(np.uint8), (1, 3), 4, None)
+    one = TokenBatch(**made, routes=(record,), kept_ids=None, kept_offsets=None)
+    own = torch.from_numpy(sets[1])
+    native = Scores(blank, recorded=Recorded({1: own[:, 0], 3: own[:, 1]}))
+    found = flip_causes(OneRank(), [one], [native], {}, [flips_of(native, one, OneRank.moe_layer_ids)])
+    for low, high in ((1, 64), (65, 256), (257, 1024)):
+        flips = [
+            set(sets[0, row, layer]) != set(sets[1, row, layer])
+            for row in range(prompt, length)
+            for layer in range(2)
+            if low <= row + 1 <= high
+        ]
+        assert found[f"routing/flips/engine/position_{low}_{high}"] == pytest.approx(sum(flips) / len(flips))
+
+
+def test_balance_does_not_depend_on_ranks_without_rows() -> None:
+    """Two of three ranks have rows; every rank names the same sums."""
+
+    class OneOfThree(OneRank):
+        data_size = 3
+        told: ClassVar[list[dict[str, torch.Tensor]]] = []
+
+        def reduce(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+            self.told.append(dict(sums))
+            number = len(self.told) - 1
+            zeros = dict.fromkeys(sums, 0.0) if number != 0 else {"experts": 4.0, "ranks": 1.0}
+            return {name: float(value) + zeros[name] for name, value in sums.items()}
+
+    found = load_balance(OneOfThree(), [batch()])
+    # Layer 1 has sets {0, 1} four times; layer 3 thrice, and {2, 3} once. A mean is 2 of 8.
+    assert found["routing/load_max_over_mean"] == pytest.approx((4 / 2 + 3 / 2) / 2)
+    entropy = [np.log(2) / np.log(4), -(2 * 3 / 8 * np.log(3 / 8) + 2 / 8 * np.log(1 / 8)) / np.log(4)]
+    assert found["routing/load_entropy"] == pytest.approx(np.mean(entropy))
+    assert set(OneOfThree.told[1]) == {f"{layer}/{expert}" for layer in range(2) for expert in range(4)}

@@ -118,6 +118,13 @@ def test_a_missing_rank_is_told(tmp_path: Path, left: int) -> None:
         ScoresReader(tmp_path).read(1)
 
 
+def test_scores_of_runs_on_other_numbers_of_ranks_are_not_joined(tmp_path: Path) -> None:
+    write_scores(tmp_path, 1, [update(0)], data_rank=0, data_size=2)
+    write_scores(tmp_path, 1, [update(1)], data_rank=1, data_size=3)
+    with pytest.raises(BundleError, match="it is of rank 1 of 3"):
+        ScoresReader(tmp_path).read(1)
+
+
 def test_a_step_that_was_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no scores of this step"):
         ScoresReader(tmp_path).read(1)

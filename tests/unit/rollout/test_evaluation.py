@@ -13,7 +13,7 @@ from moe_trm.rollout.evaluation import Evaluator
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.unit.records import make_record
 
-BEHAVIOR = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, max_new_tokens=40, stop_token_ids=(2,))
+BEHAVIOR = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.1, max_new_tokens=40, stop_token_ids=(2,))
 
 
 class Answers:
@@ -66,7 +66,7 @@ def test_greedy_and_sampled_metrics_of_every_set() -> None:
         "eval/hard/pass_at_2": 1,
     }
     greedy = SamplingParams(top_k=1, max_new_tokens=7, stop_token_ids=(2,))
-    sampled = replace(BEHAVIOR, temperature=0.5, top_p=1.0, max_new_tokens=7)
+    sampled = replace(BEHAVIOR, temperature=0.5, top_p=1.0, min_p=0.0, max_new_tokens=7)
     assert sampler.asked.count(greedy) == 3
     assert sampler.asked.count(sampled) == 6
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 
 from moe_trm.errors import EngineLost, SyncError
 from moe_trm.rollout.servers import fleet as fleet_module
-from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.remote import MEMORY_TAGS, RemoteServer
 from tests.unit.rollout.test_fleet import FakeServer, in_loop, running
 
 
@@ -127,3 +128,31 @@ def test_other_servers_get_no_sample_before_they_have_the_weights(why: str) -> N
                 assert await ask == b"a 2"
 
     in_loop(run)()
+
+
+def test_a_lost_server_has_its_memory_again_when_it_comes_back() -> None:
+    """It was started anew: there is nothing to take back."""
+    asked: list[object] = []
+
+    class Backend:
+        async def release_memory(self, http: object, tags: Sequence[str]) -> None:
+            asked.append(tuple(tags))
+
+        async def resume_memory(self, http: object, tag: str) -> None:
+            asked.append(tag)
+
+    async def go(lost: bool) -> list[object]:
+        asked.clear()
+        http = EngineHttp("http://127.0.0.1:1", None, timeout_s=1, max_attempts=1)
+        server = RemoteServer(http, Backend())  # type: ignore[arg-type]
+        await server.release_memory()
+        if lost:
+            server.fence("connection refused")
+        for tag in MEMORY_TAGS:
+            await server.resume_memory(tag)
+        assert not server.released
+        await server.close()
+        return [*asked]
+
+    assert asyncio.run(go(lost=False)) == [MEMORY_TAGS, *MEMORY_TAGS]
+    assert asyncio.run(go(lost=True)) == [MEMORY_TAGS]

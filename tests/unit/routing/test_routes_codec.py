@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing import RouteError, RouteRecord, combinations, decode, encode, expert_dtype
+from routing.codec import checksum
 
 # name -> layers, experts per token, experts, log2 C(E, K) / 8 bytes per token.
 MODELS = {
@@ -161,3 +162,16 @@ def test_a_rank_beyond_the_last_set_is_refused() -> None:
         bits = f"{comb(num_experts, top_k):0{width}b}".ljust((width + 7) // 8 * 8, "0")
         with pytest.raises(RouteError, match="no set"):
             combinations.unpack(int(bits, 2).to_bytes(len(bits) // 8, "big"), 1, num_experts, top_k)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 8, 11])
+def test_bits_behind_the_last_row_of_the_coverage_are_refused(rows: int) -> None:
+    """Also with a checksum that fits them."""
+    partial = record(rows, 2, 2, 8, digest=None).uncover(slice(0, 1))
+    data, start = encode(partial), 24 + 4 * 2
+    np.testing.assert_array_equal(decode(data).coverage(), partial.coverage())
+    for bit in range(rows, -(-rows // 8) * 8):
+        changed = bytearray(data[:-16])
+        changed[start + bit // 8] |= 0x80 >> bit % 8
+        with pytest.raises(RouteError, match="coverage"):
+            decode(bytes(changed) + checksum(bytes(changed)))

@@ -92,6 +92,9 @@ def test_flipped_tokens_of_a_pass() -> None:
     used[0][1 * 2] = used[0][1 * 2].flip(0)
     flipped = flipped_tokens(Recorded(used, layout=layout), records, layout.length)
     assert flipped.nonzero().tolist() == [[0, 3, 1]]
+    # A row without recorded routes is not compared, whatever stands there.
+    holed = (records[0].uncover(slice(3, 5)), None)
+    assert not flipped_tokens(Recorded(used, layout=layout), holed, layout.length).any()
     shards = [Layout(2, 6, sp_size=2, sp_rank=rank) for rank in range(2)]
     parts = [
         flipped_tokens(Recorded({2: used[2].chunk(2)[rank]}, layout=shards[rank]), records, layout.length)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from routing import RouteError, RouteRecord, Rows, token_digest
@@ -60,6 +62,22 @@ def test_each_token_has_its_place(name: str) -> None:
     assert rows.sequence_of().view(rows.shape)[rows.mask()].tolist() == [0] * 5 + [1] + [2] * 3
     for got in rows.sequences(rows.position_ids()):
         assert got.tolist() == list(range(len(got)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4))
+def test_any_rows_against_a_loop_over_places(drawn: list[tuple[int, int]]) -> None:
+    """Rows of padding alone too, wherever they stand."""
+    mask = torch.zeros(len(drawn), COLUMNS, dtype=torch.bool)
+    last, owner = torch.zeros_like(mask), torch.zeros(mask.shape, dtype=torch.int64)
+    for row, (tokens, before) in enumerate(drawn):
+        for column in range(before, before + tokens):
+            mask[row, column], owner[row, column] = True, row
+            last[row, column] = column == before + tokens - 1
+    rows = Rows.padded(mask)
+    assert torch.equal(rows.mask(), mask)
+    assert torch.equal(rows.without_last(), mask & ~last)
+    assert torch.equal(rows.sequence_of().view(mask.shape), owner)
+    assert rows.places().tolist() == mask.flatten().nonzero()[:, 0].tolist()
 
 
 def test_padding_behind_packed_sequences_is_a_sequence_of_its_own() -> None:

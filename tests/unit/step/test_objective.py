@@ -150,8 +150,9 @@ def lowered(settings: Config, learner: FakeLearner, part: Anchored) -> list[Anch
     return estimator(settings).given(learner, scored, (compared,), reference.penalties(scored))
 
 
-def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
-    settings = config(kl={"coef": 0.3, "where": "reward", "estimator": "k1"})
+@pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])
+def test_kl_in_the_reward_changes_the_advantages_and_nothing_else(estimate: str) -> None:
+    settings = config(kl={"coef": 0.3, "where": "reward", "estimator": estimate})
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)
     batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
     part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
@@ -160,7 +161,8 @@ def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
     assert shaped.kl_coef == 0.0
     rewards, groups, got = [], [], []
     for micro, batch, new in zip(mini.micro_batches, batches, shaped.batches, strict=True):
-        penalty = (anchor_logprobs(batch) - reference_logprobs(batch)).sum(dim=1).double()
+        x = (anchor_logprobs(batch) - reference_logprobs(batch)).double()
+        penalty = {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[estimate].sum(dim=1)
         rewards += [(row.record.reward or 0.0) - 0.3 * float(kl) for row, kl in zip(micro.rows, penalty, strict=True)]
         groups += [row.record.group_id for row in micro.rows]
         assert torch.equal(new.advantages != 0, batch.mask)

@@ -13,8 +13,10 @@ from moe_trm.config.schema import Config
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tiny.families import COMMON
 from moe_trm.probe.rounding_shares import roundings
+from moe_trm.sync import distributed
 from moe_trm.sync.noise import NormNoise, RouterNoise
 from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
+from moe_trm.sync.tensors import tensor_digest
 from tests.unit.sections import sections_of
 
 NOISE = NormNoise(0.01, 0.0001, stages=3, steps=40, seed=7)
@@ -175,3 +177,19 @@ def test_a_run_with_noisy_routers_says_loudly_that_it_is_an_experiment() -> None
     plain = "\n".join(warnings(config(norm_noise=0.0, fake_router_noise_each_push=True)))
     assert "rollout.fake_router_noise_each_push has no effect: rollout.fake_router_noise=0" in plain
     assert "EXPERIMENT" not in plain
+
+
+def test_a_broadcast_is_announced_as_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the noise of its version."""
+    tensors = {INPUT: torch.ones(64), "model.layers.3.mlp.gate.weight": torch.ones(4, 8)}
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(distributed, "broadcast", lambda _group, tensor: sent.append(tensor))
+    sender = object.__new__(distributed.Sender)
+    sender._group = None  # type: ignore[assignment]
+    for rounding in (Rounding("bfloat16"), Rounding("float32", noises=(NOISE,)).at(20)):
+        sent.clear()
+        entries = distributed.announce(tensors.items(), rounding)
+        sender.send(tensors.items(), rounding)
+        assert [entry.digest for entry in entries] == [tensor_digest(tensor) for tensor in sent]
+        assert [entry.name for entry in entries] == [*tensors]
+        assert bool((sent[0] != 1).any()) == bool(rounding.noises)
