@@ -17,6 +17,7 @@ from moe_trm.errors import RunError
 from moe_trm.report import changed_settings, lost_servers, run_end
 from moe_trm.report.run import CHOICES
 from moe_trm.runtime.lock import held_alone
+from moe_trm.runtime.private import write_private
 
 END_OF_KILLED_S = 5.0
 """Time for the processes of an earlier start, which were killed, to be gone."""
@@ -121,9 +122,7 @@ def begin(
         for change in changes:
             line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
             file.write(msgspec.json.encode(line) + b"\n")
-    partial = run_dir / "config.json.partial"
-    partial.write_text(json.dumps(now, indent=2) + "\n")
-    partial.rename(run_dir / "config.json")
+    write_private(run_dir / "config.json", f"{json.dumps(now, indent=2)}\n".encode())
     return list(changes)
 
 

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_trm.config.schema import Config, RolloutConfig
+from moe_trm.config.schema import Config, EvalConfig, RolloutConfig
 from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.build import agent_sampler, function_sampler, sampling_params
 from moe_trm.rollout.sessions.function_sampler import FunctionSampler
 from moe_trm.tasks.build import build_task
+from moe_trm.tasks.examples import MOST_TOLD
+from moe_trm.tasks.file_task import FileTask
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.rewards import read_reward
@@ -32,12 +34,16 @@ TRIED = 3
 def try_task(config: Config) -> None:
     """Read all prompts, render the first ones, and call the reward and the rollout function until they work on one.
 
+    Prompts that leave no room for an answer are counted and named in a warning.
+
     Raises:
         CheckpointError: a tokenizer or a chat template that does not fit.
         ConfigError: prompts that cannot be read; a function that cannot be loaded, that fails, takes too long, or
             returns no number, on every prompt that is tried.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
+    for line in too_long(task, config.rollout, config.eval):
+        _log.warning(line)
     failures = asyncio.run(_try(config, task))
     if len(failures) == TRIED:
         prompt, failure = failures[0]
@@ -52,6 +58,31 @@ def try_task(config: Config) -> None:
         _log.warning(
             "%s: %s on the prompt %s: %s", _key(config.rollout, failure), failure.what, prompt.prompt_id, failure.got
         )
+
+
+def too_long(task: Task, rollout: RolloutConfig, evaluation: EvalConfig) -> list[str]:
+    """Lines about prompts that leave no room for an answer, by what `config.json` and the settings say.
+
+    An engine asked for one answer must have room for all of `rollout.max_new_tokens`. Functions and agents are given
+    what is left.
+    """
+    positions = task.tokens.max_positions
+    if positions is None or not isinstance(task, FileTask):
+        return []
+    limit = min(positions, rollout.max_tokens or positions) if rollout.has_turns else positions
+    answer = 1 if rollout.has_turns else rollout.max_new_tokens
+    held_out = 1 if rollout.has_turns else evaluation.max_new_tokens or answer
+    found = [("training", answer, task.num_train, task.longer_than(limit - answer))]
+    for name, prompts in task.eval_sets().items():
+        long = [prompt for prompt in prompts if len(prompt.token_ids) > limit - held_out]
+        found.append((f"held-out {name}".strip(), held_out, len(prompts), long))
+    return [
+        f"{len(long)} of {number} {which} prompts leave no room for {new} new tokens in {limit}, and will be rejected: "
+        + ", ".join(f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in long[:MOST_TOLD])
+        + (f" and {len(long) - MOST_TOLD} more" if len(long) > MOST_TOLD else "")
+        for which, new, number, long in found
+        if long
+    ]
 
 
 async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]]:

@@ -20,6 +20,7 @@ from moe_trm.experiment.processes import alone, left_to_run, run_all
 from moe_trm.experiment.progress import STATES, States
 from moe_trm.experiment.shared_server import Serve, serve
 from moe_trm.experiment.stages import Stages, stages
+from moe_trm.runtime.output import outliving_readers
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +36,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when every run finished, 1 when some failed, 128 + signal when stopped. Raises `ConfigError`, `RunError`."""
-    return run_experiment(
-        args.file,
-        args.out,
-        jobs=args.jobs,
-        only=args.arms or (),
-        dry_run=args.dry_run,
-        retry_failed=args.retry_failed,
-        only_report=args.report,
-    )
+    with outliving_readers():
+        return run_experiment(
+            args.file,
+            args.out,
+            jobs=args.jobs,
+            only=args.arms or (),
+            dry_run=args.dry_run,
+            retry_failed=args.retry_failed,
+            only_report=args.report,
+        )
 
 
 def run_experiment(

@@ -30,6 +30,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.asked = 0
         self._times = 0
+        self._told = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -41,7 +42,13 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def pass_on(self, running: Iterable[RunProcess]) -> None:
-        """As often as it came, also to a run that began meanwhile: the second signal ends a run at once."""
+        """As often as it came, also to a run that began meanwhile: the second signal ends a run at once.
+
+        It is told here: a handler that prints may meet a print that it interrupted.
+        """
+        if self.asked and not self._told:
+            self._told = True
+            print("asked to stop: no further run begins, and those that run save themselves", flush=True)
         for each in running:
             while each.told < self._times:
                 each.told += 1
@@ -50,7 +57,6 @@ class StopSignal:
     def _heard(self, number: int, _frame: FrameType | None) -> None:
         self.asked = number
         self._times += 1
-        print("asked to stop: no further run begins, and those that run save themselves", flush=True)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from moe_trm.runtime.lock import holder_of
+from moe_trm.runtime.private import write_private
 
 FILE = "run.json"
 LEARNER_LOCK = ".learner.lock"
@@ -66,9 +67,7 @@ def read_end(run_dir: Path) -> RunEnd | None:
 
 def write_end(run_dir: Path, end: RunEnd) -> None:
     """Replace `run.json`."""
-    partial = run_dir / f"{FILE}.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(end)) + b"\n")
-    partial.rename(run_dir / FILE)
+    write_private(run_dir / FILE, msgspec.json.format(msgspec.json.encode(end)) + b"\n")
 
 
 def outcome(run_dir: Path, *, complete: bool) -> tuple[str, str]:

@@ -67,7 +67,7 @@ class Evaluator:
         | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share of finished ones |
         | `avg_at_<k>` | mean reward of k sampled answers to each prompt |
         | `pass_at_<k>` | share of prompts solved at least once in k; of rewards that are all 0 or 1 |
-        | `best_at_<k>` | mean of the best of k, of other rewards |
+        | `best_at_<k>` | mean of the best of k, of rewards that need not be 0 or 1 |
         | `prompts` | held-out prompts |
         | `rejected/<reason>` | answers without a reward, which are left out |
         """
@@ -102,8 +102,12 @@ class Evaluator:
         scored = [rewards for rewards in of_prompt if rewards]
         if scored:
             metrics[f"avg_at_{self._num_samples}"] = float(np.mean([np.mean(rewards) for rewards in scored]))
-            best = "pass" if all(map(_right_or_wrong, scored)) else "best"
-            metrics[f"{best}_at_{self._num_samples}"] = float(np.mean([max(rewards) for rewards in scored]))
+            is_share = all(map(_right_or_wrong, scored))
+            names = (["pass"] if is_share else []) + (
+                [] if is_share and self._greedy_metric == "accuracy" else ["best"]
+            )
+            best = float(np.mean([max(rewards) for rewards in scored]))
+            metrics |= {f"{name}_at_{self._num_samples}": best for name in names}
         every = (answers.greedy, *answers.samples)
         reasons = Counter(answer for given in every for answer in given if isinstance(answer, str))
         metrics |= {f"rejected/{reason}": float(number) for reason, number in sorted(reasons.items())}

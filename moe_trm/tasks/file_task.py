@@ -12,6 +12,9 @@ from moe_trm.tasks.scorer import Scorer
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt
 
+SPARE_BYTES = 64
+"""Templates write more around some messages than around others."""
+
 
 class FileTask:
     """Prompts from examples; see `moe_trm.tasks.protocol.Task`.
@@ -58,6 +61,20 @@ class FileTask:
     def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
         return self._eval
 
+    def longer_than(self, room: int) -> list[Prompt]:
+        """Training prompts of more than `room` tokens.
+
+        A token is a byte at least. So a prompt whose bytes fit, beside those of the template, is not tokenised.
+        """
+        around = _bytes_around(self._prompt(self._train[0]), self._train[0])
+        long = (one for one in self._train if _num_bytes(one) + around * (_num_messages(one) + 1) > room)
+        return [prompt for prompt in map(self._prompt, long) if len(prompt.token_ids) > room]
+
+    @property
+    def num_train(self) -> int:
+        """Training prompts."""
+        return len(self._train)
+
     async def reward(self, sample: RewardInput) -> object:
         return await self._scorer(sample)
 
@@ -87,3 +104,18 @@ class FileTask:
         text = self.tokens.render(question)
         ids = self.tokens.encode_plain(text)
         return Prompt(example.name, ids, text, example.answer, example.extra, tuple(question))
+
+
+def _num_bytes(example: Example) -> int:
+    question = example.question
+    texts = [question] if isinstance(question, str) else [message["content"] for message in question]
+    return sum(len(text.encode()) for text in texts)
+
+
+def _num_messages(example: Example) -> int:
+    return 1 if isinstance(example.question, str) else len(example.question)
+
+
+def _bytes_around(prompt: Prompt, example: Example) -> int:
+    """What a template writes around a message, at most: all that it wrote around those of this prompt."""
+    return max(0, len(prompt.text.encode()) - _num_bytes(example)) + SPARE_BYTES

@@ -47,7 +47,7 @@ def config(checkpoint: Path, folder: Path, source: str, **task: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"checkpoint": str(checkpoint)},
-            "task": {"name": "jsonl", "prompts": str(prompts), "reward_timeout_s": 20, **reward, **task},
+            "task": {"name": "jsonl", "prompts": str(prompts), "reward_timeout_s": 20} | reward | task,
             "rollout": rollout,
         }
     )
@@ -125,3 +125,35 @@ def test_a_bad_row_is_told_with_its_line(checkpoint: Path, tmp_path: Path) -> No
         file.write('{"prompt": "1"}\n')
     with pytest.raises(MoeTrmError, match="line 2"):
         try_task(asked)
+
+
+def test_prompts_that_leave_no_room_are_counted_and_named(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model has 512 positions, and an answer of 12 tokens needs room: 500 tokens fit, 501 do not.
+
+    The tokenizer writes one token for a digit, and one before them.
+    """
+    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+
+    def write(path: Path, *lengths: int) -> str:
+        path.write_text("".join(json.dumps({"prompt": "1" * each, "answer": "3"}) + "\n" for each in lengths))
+        return str(path)
+
+    sources = {"prompts": write(rows, 5, 500, 499, 699), "eval_prompts": write(held_out, 4, 511)}
+    asked = config(checkpoint, tmp_path, "", **sources)
+    limits = {"max_new_tokens": 12}
+    asked = asked.model_copy(update={"rollout": asked.rollout.model_copy(update=limits)})
+    try_task(asked)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 4 training prompts leave no room for 12 new tokens in 512, and will be rejected: "
+        "rows.jsonl:2 (501 tokens), rows.jsonl:4 (700 tokens)",
+        "1 of 2 held-out prompts leave no room for 12 new tokens in 512, and will be rejected: held_out.jsonl:2 "
+        "(512 tokens)",
+    ]
+    caplog.clear()
+    turns = config(checkpoint, tmp_path, ROLLOUT + "return 1.0", prompts=write(rows, 5, 298, 299))
+    turns = turns.model_copy(update={"rollout": turns.rollout.model_copy(update={"max_tokens": 300})})
+    try_task(turns)
+    assert "1 of 3 training prompts leave no room for 1 new tokens in 300" in caplog.text
+    assert "rows.jsonl:3 (300 tokens)" in caplog.text

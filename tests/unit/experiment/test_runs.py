@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -286,3 +289,30 @@ def test_arms_can_be_run_before_the_others(tmp_path: Path) -> None:
     assert {state["attempts"] for state in trial.states().values()} == {1}
     with pytest.raises(ConfigError, match="no arm has this name"):
         trial.run(only=["R4"])
+
+
+STOPPED = """
+import sys, time
+from moe_trm import cli
+from moe_trm.experiment import commands
+from moe_trm.experiment.processes import StopSignal
+def runs(*_, **__):
+    stop = StopSignal()
+    with stop.listening():
+        print("begun", flush=True)
+        while not stop.asked:
+            time.sleep(0.01)
+        stop.pass_on(())
+    return 128 + stop.asked
+commands.run_experiment = runs
+sys.exit(cli.main(["experiment", "file.yaml"]))
+"""
+
+
+def test_a_stop_is_passed_on_though_nobody_reads_the_output() -> None:
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"begun\n"
+        running.stdout.close()
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 128 + signal.SIGTERM

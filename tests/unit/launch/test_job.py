@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from launch import rollout_process
+from launch import job, rollout_process
 from launch.child import Child
 from launch.job import Signals, wait_for, watch
 from launch.rollout_process import RolloutProcess
+from moe_trm.checkpoint import history
+from moe_trm.cli import main as moe_trm
+from moe_trm.config.schema import Config
+from moe_trm.report.run_end import LEARNER_LOCK, RunEnd, write_end
+from moe_trm.runtime.lock import held_alone
 from tests.unit.launch.interrupted import assert_ends_with_one_line
 
 PROGRAM = """
@@ -203,3 +209,45 @@ def _runs(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a job of which nothing may be checked, opened or started."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("something began")
+
+    given = {"name": "run", "run_dir": str(tmp_path), "model": {"checkpoint": "m"}, "train": {"steps": 2}}
+    made = Config.model_validate(given)
+    monkeypatch.setattr(job, "load_here", lambda *_: (made, ()))
+    for name in ("check_start", "RolloutProcess", "under_torchrun"):
+        monkeypatch.setattr(job, name, never)
+    monkeypatch.setattr(history, "END_OF_KILLED_S", 0.2)
+    return made
+
+
+@pytest.mark.parametrize("lock", [job.LOCK, LEARNER_LOCK])
+def test_a_second_job_in_a_folder_is_refused_before_it_starts_anything(
+    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str], lock: str
+) -> None:
+    """Also where the first one's ranks were started by torchrun itself."""
+    with held_alone(tmp_path / "run" / lock, "trains into this folder"):
+        assert moe_trm(["train", "config.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert "another process trains into this folder" in told
+    assert f"process {os.getpid()} on " in told
+    assert "choose another `name` or `run_dir`" in told
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {job.LOCK, LEARNER_LOCK}
+
+
+def test_a_finished_run_is_told_and_nothing_is_started(
+    tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    history.begin(run, config.dump(), first_step=0, branched=None)
+    (run / "metrics.jsonl").write_text('{"step": 2}\n')
+    write_end(run, RunEnd("finished", 2, time.time()))
+    assert moe_trm(["train", "config.yaml"]) == 0
+    assert "nothing is left to do" in capsys.readouterr().out

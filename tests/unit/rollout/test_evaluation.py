@@ -40,10 +40,13 @@ class Answers:
     async def close(self) -> None: ...
 
 
-def measure(settings: EvalConfig, sets: dict[str, dict[str, list[float | None]]]) -> tuple[dict[str, float], Answers]:
+def measure(
+    settings: EvalConfig, sets: dict[str, dict[str, list[float | None]]], greedy_metric: str = "accuracy"
+) -> tuple[dict[str, float], Answers]:
     sampler = Answers({name: rewards for prompts in sets.values() for name, rewards in prompts.items()})
     prompts = {name: [Prompt(one, (1,)) for one in rewards] for name, rewards in sets.items()}
-    return asyncio.run(Evaluator(settings, sampler, prompts, BEHAVIOR, greedy_metric="accuracy").measure()), sampler
+    evaluator = Evaluator(settings, sampler, prompts, BEHAVIOR, greedy_metric=greedy_metric)
+    return asyncio.run(evaluator.measure()), sampler
 
 
 def test_greedy_and_sampled_metrics_of_every_set() -> None:
@@ -83,6 +86,10 @@ def test_rewards_that_are_not_right_or_wrong_make_no_share() -> None:
     metrics, _ = measure(EvalConfig(samples=2), {"": {"a": [1.1, 0.2, 1.1], "b": [0.2, 0.0, 1.0]}})
     assert metrics.keys() >= {"eval/reward", "eval/avg_at_2", "eval/best_at_2"}
     assert not metrics.keys() & {"eval/accuracy", "eval/pass_at_2"}
+    own, _ = measure(EvalConfig(samples=2), {"": {"a": [1, 0, 1], "b": [0, 0, 0]}}, "reward")
+    assert own["eval/best_at_2"] == own["eval/pass_at_2"] == 0.5, (
+        "it may be 0 or 1 in one evaluation and not in another"
+    )
     assert metrics["eval/reward"] == pytest.approx(0.65)
     assert metrics["eval/best_at_2"] == pytest.approx(1.05)
     assert metrics["eval/reward/right"] == 0.5
