@@ -52,7 +52,7 @@ quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing
 quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
 	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
 
-collapse: $(STAMP) ## a run that dies because the engines route apart, and one that lives by replay: two runs of 200 steps
+collapse: $(STAMP) ## a run that falls because the engines route apart, and one that learns by replay: two of 120 steps
 	$(QUIET_CORES) $(BIN)/python -m benchmarks.evidence.router_noise
 
 test: lint ## everything CI needs, from nothing: lint, types, tests that are not slow

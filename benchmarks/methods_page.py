@@ -64,6 +64,11 @@ rule that has it and on any ratio: `max` (the worst token), `mean`, `sum`, `ln` 
 the end of the row; needs `ln_delta`) or `ser` (the mean of abs(w - 1)). Rules on a band of ratios and the veto refuse
 `ser`, which has no sign.
 
+**By turn.** `scope: turn` among the thresholds of a rule on rows makes it judge each turn of a conversation as a row of
+its own: one bad turn does not cost the others. Scores, lengths and target reject rates are then those of turns.
+`correction/<rule>/kept_turn_fraction` is the share of turns that lost no token, and
+`correction/<rule>/kept_turn_fraction/<turn>` that of the first, the second and so on.
+
 **By length.** One threshold is never neutral to length: maxima and sums reject long rows more, means short ones. With
 `by_length: true` beside `target_reject_rate` each octave of length (8 to 15 tokens, 16 to 31, ...) has its own
 threshold, linear in log2 length in between. It comes from a running buffer of the octave's latest scores and follows

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -135,6 +136,7 @@ def launch_config(num_ranks: int, file: Path) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint=str(file),
         rdzv_configs={"store_type": "file"},
+        logs_specs=DefaultLogsSpecs(log_dir=str(file.with_name("logs"))),
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGHUP",

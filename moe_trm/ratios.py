@@ -11,6 +11,7 @@ anything, NaN and infinities included: they affect neither values nor gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -82,6 +83,12 @@ class LogRatios:
         self._rollout = rollout_logprobs.detach()
         self._behavior = None if behavior_logprobs is None else behavior_logprobs.detach()
         self._proximal, self._current = proximal_given.detach(), current_logprobs
+
+    def taking(self, take: Callable[[Tensor], Tensor], mask: Tensor) -> LogRatios:
+        """The same of other rows, detached: `take` picks from `[B, T]`, and `mask` says which of these values count."""
+        behavior = None if self._behavior is None else take(self._behavior)
+        rollout, current, proximal = (take(one.detach()) for one in (self._rollout, self._current, self._proximal))
+        return LogRatios(rollout, behavior, current, mask, proximal, measured=self._measured)
 
     @property
     def split(self) -> bool:

@@ -70,6 +70,13 @@ def refusals(
                 got="tokens=post_tool with rollout.function=null and rollout.agent=null",
                 expected="tokens left out, or one of the two",
             )
+        if rule.thresholds.get("scope") == "turn" and not rollout.may_have_turns:
+            yield Problem(
+                RULES,
+                f"rule {rule.name} judges turns, and without a rollout function or an agent every sample is one turn",
+                got="scope=turn with rollout.function=null and rollout.agent=null",
+                expected="scope left out, or one of the two",
+            )
     preset = preset_of(correction)
     if preset is not None and preset.bypass and replay_mode == "R2":
         yield Problem(

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.quantile import common_quantile
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
+from moe_trm.corrections.turns import Turns
 from moe_trm.errors import ConfigError
 
 
@@ -30,8 +31,8 @@ def scores_and_lengths(rule: RegisteredRule, evidence: Evidence, **fixed: float 
         ConfigError: a rule that rejects no rows by a threshold.
     """
     check_by_length(rule)
-    statistics, judged = _measured(rule, evidence, fixed)
-    return statistics.reshape(-1, rule.num_statistics), evidence.ratios.packing.lengths[judged]
+    statistics, lengths = _measured(rule, evidence, fixed)
+    return statistics.reshape(-1, rule.num_statistics), lengths
 
 
 def check_by_length(rule: RegisteredRule) -> None:
@@ -88,14 +89,19 @@ def calibrate(
 
 
 def _measured(rule: RegisteredRule, evidence: Evidence, fixed: Mapping[str, float | str]) -> tuple[Tensor, Tensor]:
-    """The statistics of the units that the threshold of `rule` can reject, and which these are."""
-    correction = _at(rule, [1.0] * rule.num_statistics, fixed)(evidence)
+    """The statistics of the units that the threshold of `rule` can reject, and the tokens of those that are rows or
+    turns.
+    """
+    bound = _at(rule, [1.0] * rule.num_statistics, fixed)
+    evidence = Turns(evidence).evidence if bound.by_turn else evidence
+    correction = bound.judge(evidence)
     statistics = correction.score if correction.statistics is None else correction.statistics
     assert statistics is not None
     judged = evidence.mask if rule.scope == "token" else evidence.mask.any(dim=1)
     if correction.judged is not None:
         judged = judged & correction.judged
-    return statistics[judged].detach(), judged
+    lengths = evidence.ratios.packing.lengths
+    return statistics[judged].detach(), lengths if rule.scope == "token" else lengths[judged]
 
 
 def _at(rule: RegisteredRule, quantiles: Sequence[float], fixed: Mapping[str, float | str]) -> BoundRule:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.by_length import NUM_OCTAVES, LengthThresholds, octave_name, octave_of
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
+from moe_trm.corrections.turns import Turns
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter, bind, declared
 from moe_trm.methods.own import check_declaration
@@ -76,14 +77,28 @@ class RegisteredRule:
         Raises:
             ConfigError: unknown, missing or senseless thresholds, or a function that fails on no rows.
         """
+        by_turn = self._by_turn(thresholds.get("scope", self.scope))
+        thresholds = {name: value for name, value in thresholds.items() if name != "scope"}
         fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
         where = f"correction {self.name}"
         chosen = bind(
             self.function, self.ratio, thresholds, self.readable, what="threshold", where=where, missing_fix=fix
         )
-        bound = BoundRule(self, *chosen)
+        bound = BoundRule(self, *chosen, by_turn=by_turn)
         _check_runs(bound)
         return bound
+
+    def _by_turn(self, scope: Parameter) -> bool:
+        if scope == self.scope:
+            return False
+        if scope != "turn" or self.scope != "sequence":
+            raise ConfigError(
+                "this rule cannot judge by that scope",
+                where=f"correction {self.name}, scope",
+                got=scope,
+                expected="sequence or turn" if self.scope == "sequence" else self.scope,
+            )
+        return True
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,8 @@ class BoundRule:
     """A rule with the ratio it reads and all its thresholds: `bound(evidence) -> Correction`.
 
     `label` is its name in metrics where that is not the rule's (`compose.labelled`). `by_length` has quantiles that its
-    calibrated thresholds are made of for each row, in the place of those in `thresholds`.
+    calibrated thresholds are made of for each row, in the place of those in `thresholds`. `by_turn`: a rule on rows
+    judges each turn as a row of its own, and keeps or drops the tokens of that turn alone.
     """
 
     rule: RegisteredRule
@@ -99,6 +115,7 @@ class BoundRule:
     thresholds: Mapping[str, Parameter]
     label: str = ""
     by_length: LengthThresholds | None = None
+    by_turn: bool = False
 
     @property
     def name(self) -> str:
@@ -128,6 +145,18 @@ class BoundRule:
 
     def decide(self, evidence: Evidence) -> Correction | RowDecision:
         """The same, not yet spread over tokens where rows are treated as a whole."""
+        prefix = f"correction/{self.name}/"
+        if not self.by_turn:
+            decision = self.judge(evidence)
+            return replace(decision, metrics={**decision.metrics, **kept_fractions(prefix, decision, evidence)})
+        turns = Turns(evidence)
+        decision = self.judge(turns.evidence)
+        spread = turns.spread(decision)
+        shares = turns.kept(prefix, decision) | kept_fractions(prefix, spread, evidence)
+        return replace(spread, metrics={**decision.metrics, **shares})
+
+    def judge(self, evidence: Evidence) -> Correction | RowDecision:
+        """The decision on the rows of `evidence`, which are turns for a rule by turn, with the rule's own metrics."""
         log_ratio = evidence.ratios.get(self.ratio).detach()
         decision = self.rule.function(evidence, log_ratio, **self._thresholds(evidence.ratios.packing.lengths))
         _check_decision(decision, self.rule.name, evidence.mask)
@@ -137,7 +166,7 @@ class BoundRule:
             own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.some)
         if self.by_length is not None:
             own |= rejected_by_octave(prefix, decision, evidence, self.by_length)
-        return replace(decision, metrics=own | kept_fractions(prefix, decision, evidence))
+        return replace(decision, metrics=own)
 
     def _thresholds(self, lengths: Tensor) -> Mapping[str, Any]:
         if self.by_length is None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from moe_trm import summable
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.methods.limits import LAST_TURN
 from moe_trm.ratios import clamp_log_ratio
-
-LAST_ALONE = 7
-"""The last turn with a figure of its own; those after it share one."""
 
 
 def by_turn(evidence: Evidence) -> summable.Summable:
@@ -23,6 +21,6 @@ def by_turn(evidence: Evidence) -> summable.Summable:
     x = clamp_log_ratio(evidence.ratios.get(name).detach())
     k3 = (x.expm1() - x).clamp(min=0.0)
     turns, mask = evidence.turn_ids, evidence.mask
-    chosen = {str(turn): turns == turn for turn in range(LAST_ALONE + 1)}
-    chosen[f"{LAST_ALONE + 1}_up"] = turns > LAST_ALONE
+    chosen = {str(turn): turns == turn for turn in range(LAST_TURN + 1)}
+    chosen[f"{LAST_TURN + 1}_up"] = turns > LAST_TURN
     return summable.add(summable.mean(f"turns/{name}_k3/{turn}", k3, mask & own) for turn, own in chosen.items())

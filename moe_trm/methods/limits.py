@@ -14,6 +14,8 @@ OUTLIER = 0.8
 """Difference of a token's probability between two engines that noise does not make."""
 LONG_ROW = 512
 """Tokens of an answer above which a product of ratios says more about the length than about the policies."""
+LAST_TURN = 7
+"""The last turn with a figure of its own; those after it share one."""
 FAR_AHEAD = 4
 """Versions of lag at which uncorrected training was seen to collapse."""
 

@@ -160,6 +160,7 @@ def test_ranks_and_torchrun_meet_where_nobody_else_listens_or_writes(commons: Pa
             for file in (store, store.with_name("torchrun")):
                 assert file.exists()
                 assert stranger("open(sys.argv[1], 'r+')", file) == "PermissionError"
+            assert [path.name for path in commons.iterdir()] == [store.parent.name]
         finally:
             for process in reversed(tree):
                 process.kill()

@@ -169,6 +169,9 @@ def _measured() -> Iterator[str]:
     by_length = [_bound(corrections.get(name)) for name in corrections.names() if _takes_lengths(name)]
     following = [one.following(LengthTracker(0.1, one.rule.num_statistics).thresholds) for one in by_length]
     judged = corrections.compose(following)(evidence)
+    by_turn = [replace(bound, by_turn=True) for bound in rules if bound.rule.scope == "sequence"]
+    # Names of turns that this batch has none of are left out by `finalize`.
+    yield from (key.partition(":")[0] for key in corrections.compose(by_turn)(evidence).metrics)
     # Finished metrics leave out the octaves that this batch has no rows of.
     yield from (key.partition(":")[0] for key in judged.metrics if "_length_" in key or "unjudged" in key)
     found = summable.finalize({**correction.metrics, **diagnostics.divergences(evidence)})

@@ -42,7 +42,9 @@ class RuleConfig(Section):
     """A correction of docs/methods.md, e.g. `trm_max`, `icepop`, `opsm`; or a function of your own under `@rule`, as
     `path/to/file.py:function` or `package.module:function`. A path is relative to where the run is started."""
     thresholds: dict[str, float | str] = {}
-    """Its thresholds by name; what is left out takes the rule's documented default."""
+    """Its thresholds by name; what is left out takes the rule's documented default. `scope: turn` beside them: a rule
+    on rows judges each turn of a conversation by itself, so that one bad turn does not cost the others
+    (`correction/<rule>/kept_turn_fraction`)."""
     target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of tokens to reject (of rows, for rules on rows), to truncate (`token_tis`, `seq_tis`) or to weigh down
     (`trm_soft`). The rule only measures during the first `correction.calibration_steps` steps. Then the threshold that

@@ -26,6 +26,7 @@ def line(*points: tuple[int, float]) -> tuple[float, ...]:
 
 DYING = Course(line((0, 0.4), (50, 0.45), (100, 0.05)), line((0, 0.1), (30, 0.1), (100, 1.5)))
 LIVING = Course(line((0, 0.35), (100, 0.45)), line((0, 0.01), (100, 0.012)))
+FALLING = Course(line((0, 0.4), (50, 0.45), (100, 0.3)), DYING.k3)
 UNWARNED = Course(DYING.rewards, line((0, 0.1), (95, 0.1), (100, 1.5)))
 
 
@@ -46,7 +47,7 @@ def test_a_death_that_was_warned_of_is_shown() -> None:
     [
         (LIVING, LIVING, "no turn that a figure could have warned of"),
         (DYING, DYING, "(R3) the run died"),
-        (UNWARNED, LIVING, "and did not warn"),
+        (FALLING, Course(line((0, 0.2), (100, 0.25)), LIVING.k3), "Without replay the run fell"),
     ],
 )
 def test_what_is_not_shown_is_said(none: Course, replayed: Course, words: str) -> None:
@@ -54,6 +55,12 @@ def test_what_is_not_shown_is_said(none: Course, replayed: Course, words: str) -
     assert not shown
     assert words in "\n".join(said)
     assert said[-1].startswith("NOT AS EXPECTED")
+
+
+def test_a_figure_that_did_not_warn_is_said_to_have_not() -> None:
+    said, shown = verdict(UNWARNED, LIVING)
+    assert shown
+    assert "and did not warn" in said[2]
 
 
 def test_a_reward_that_comes_back_has_not_turned() -> None:
@@ -68,7 +75,11 @@ def test_it_reads_the_runs_and_draws_them(tmp_path: Path, capsys: pytest.Capture
         both = zip(course.rewards, course.k3, strict=True)
         rows += [{"step": at, "reward/mean": r, "engine/k3_kl": k} for at, (r, k) in enumerate(both, start=1)]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert router_noise.main(["--only-report", "--out", str(tmp_path)]) == 0
+    told = tmp_path / "rows.json"
+    assert router_noise.main(["--only-report", "--out", str(tmp_path), "--json", str(told)]) == 0
+    living, dying = json.loads(told.read_text())["rows"]
+    assert (dying["run"], dying["steps"], dying["reward_turned_at"], dying["fate"]) == ("none-seed0", 100, 68, "died")
+    assert (living["k3_doubled_at"], living["reward_turned_at"], living["fate"]) == ("never", "never", "lived")
     assert "the run died" in capsys.readouterr().out
     picture = ElementTree.fromstring((tmp_path / "collapse.svg").read_text())
     words = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]

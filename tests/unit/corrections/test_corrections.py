@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_trm import corrections
 from moe_trm.corrections import Correction
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.corrections.rule import rule
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
 from tests.unit.conftest import WorkedExample
@@ -292,9 +293,17 @@ def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> 
     assert scores["trm_avg", 100.0] == pytest.approx(94.395, abs=1e-3)
 
 
+@rule(ratio="engine", scope="token")
+def every_other(evidence: Evidence, log_ratio: Tensor) -> Correction:
+    """A rule of somebody's own, which leaves a weight where it drops."""
+    return Correction(torch.full_like(log_ratio, 2.0), evidence.mask & (torch.arange(log_ratio.shape[1]) % 2 == 0), {})
+
+
 @pytest.mark.parametrize(
     "rules",
     [
+        [("own", {})],
+        [("own", {}), ("seq_tis", {})],
         [("token_tis", {})],
         [("seq_tis", {})],
         [("seq_mis", {"low": 0.5, "high": 2.0})],
@@ -307,14 +316,16 @@ def test_joint_weights_against_a_loop_over_tokens(fx: WorkedExample, rules: list
     """Dropped tokens count with weight 0, and rows by their tokens; a row without tokens counts nothing."""
     fx.mask = fx.mask.clone()
     fx.mask[-1] = False
-    applied = corrections.compose([corrections.get(name).bind(**chosen) for name, chosen in rules])(fx.evidence)
+    found = [every_other if name == "own" else corrections.get(name) for name, _ in rules]
+    bound = [one.bind(**chosen) for one, (_, chosen) in zip(found, rules, strict=True)]
+    applied = corrections.compose(bound)(fx.evidence)
     weights = [
         float(applied.weights[row, column]) if applied.keep[row, column] else 0.0
         for row, column in fx.mask.nonzero().tolist()
     ]
     mean = sum(weights) / len(weights)
     square = sum(weight**2 for weight in weights) / len(weights)
-    found = corrections.finalize(applied.metrics)
-    assert found["correction/weight_mean"] == pytest.approx(mean)
-    assert found["correction/weight_std"] == pytest.approx(max(0.0, square - mean**2) ** 0.5, abs=1e-6)
-    assert found["correction/weight_eff_sample_size"] == pytest.approx(mean**2 / square if square else 0.0)
+    told = corrections.finalize(applied.metrics)
+    assert told["correction/weight_mean"] == pytest.approx(mean)
+    assert told["correction/weight_std"] == pytest.approx(max(0.0, square - mean**2) ** 0.5, abs=1e-6)
+    assert told["correction/weight_eff_sample_size"] == pytest.approx(mean**2 / square if square else 0.0)

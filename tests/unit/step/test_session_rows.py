@@ -103,6 +103,42 @@ def test_a_sample_weighs_the_same_as_one_row_and_as_many(name: str, aggregation:
         assert several["metrics"][metric] == pytest.approx(whole["metrics"][metric], rel=1e-4)
 
 
+TURNS = [
+    {"name": "trm_avg", "thresholds": {"scope": "turn", "mean_kl": 0.02}},
+    {"name": "geometric_mask", "thresholds": {"scope": "turn", "ratio": "merged", "low": 0.9, "high": 1.1}},
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"correction": {"rules": TURNS}, "loss": {"name": "unclipped"}},
+        {"correction": {"rules": [*TURNS, METHODS["over the whole minibatch"]["correction"]["rules"][0]]}},
+        {"correction": {"rules": TURNS}, "pipeline": {"mode": "async", "behavior": "merged"}},
+    ],
+    ids=["fresh", "beside a rule on the minibatch", "stale"],
+)
+def test_rules_by_turn_find_turns_in_one_row_and_in_many(method: dict[str, Any], ranks: int) -> None:
+    """A conversation as one row, or each turn as a row of its own: the same tokens and the same turns stay."""
+    settings = config(**method, **with_turns())
+    given, cut_at_turns = turned(rows()), list[TrainRow]()
+    for row in given:
+        half = row.record.num_sampled // 2
+        cut_at_turns += train_rows(split_record(row.record, [half, row.record.num_sampled - half]))
+    whole = outcome(settings, ranks=1, micro_batch_rows=100, given=given)
+    several = outcome(settings, ranks=ranks, micro_batch_rows=2, given=cut_at_turns)
+    again = of_samples(several["gradients"])
+    for number, gradient in whole["gradients"].items():
+        torch.testing.assert_close(again[number], gradient, rtol=1e-4, atol=1e-7)
+    partly = [gradient for gradient in whole["gradients"].values() if 0 < (gradient != 0).sum() < len(gradient)]
+    assert partly, "no conversation lost a part"
+    for share in ("kept_fraction", "kept_turn_fraction", "kept_turn_fraction/1"):
+        name = f"correction/trm_avg/{share}"
+        assert 0 < several["metrics"][name] < 1
+        assert several["metrics"][name] == pytest.approx(whole["metrics"][name])
+
+
 def with_turns() -> dict[str, Any]:
     return {"rollout": {"agent": "mine.py:run"}, "agent": {"rows": "trajectory"}}
 
