@@ -118,9 +118,9 @@ def begin(
     changes: Sequence[Change] = []
     if first_step:
         changes = differences(branched, now) if branched is not None else changes_since(run_dir, now)
-    with (run_dir / changed_settings.FILE).open("ab") as file:
-        for change in changes:
-            line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
+    for change in changes:
+        line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
+        with (run_dir / changed_settings.FILE).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
     write_private(run_dir / "config.json", f"{json.dumps(now, indent=2)}\n".encode())
     return list(changes)

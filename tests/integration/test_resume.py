@@ -334,6 +334,7 @@ def test_a_killed_rank_is_replaced_and_the_group_goes_on(folder: Path, alone: Pa
 def test_a_damaged_newest_checkpoint_costs_one_step(folder: Path, alone: Path) -> None:
     run = folder / "damaged"
     shutil.copytree(alone, run)
+    (run / "run.json").unlink()  # it has not finished
     newest = run / "checkpoints" / f"step-{STEPS:06d}"
     with (newest / "rank-00001.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -374,8 +375,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_with_older_checkpoints_intact(
     assert books_balance(metrics_of(folder / "full"))
     assert timeless(metrics_of(folder / "full")) == timeless(metrics_of(alone))
     assert [path.name for path in small_disk.glob("[!.]*")] == ["step-000001"]
-    fewer = ["train.steps=2", "checkpoint.allow_changes=true"]
-    again = start(folder, "full", f"checkpoint.dir={small_disk}", *fewer)
+    again = start(folder, "branched", f"checkpoint.resume={small_disk / 'step-000001'}", "train.steps=2")
     assert again.wait() == 0, again.output
     assert "going on after step 1" in again.output
 
