@@ -161,7 +161,7 @@ class ScriptedServer(ThreadingHTTPServer):
         self.paused = threading.Lock()
 
     def say(self, asked: Any) -> dict[str, Any]:
-        """One answer; the server dies in the middle of the one that `--die-at` names, once for each file of `--died`."""
+        """One answer; the server dies in the middle of the one that `--die-at` names, if there is no file `--died`."""
         with self.paused:  # a push is under way: it waits for the new weights
             weights, aborts, number = self.weights, self.aborts, self.answered
             self.answered += 1
