@@ -23,6 +23,14 @@ from moe_trm.config.schema import (
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
+_OFFLOADING = {
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+}
+"""Options of Megatron-Core's optimizer that `learner.offload_optimizer` sets."""
+
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
@@ -191,6 +199,21 @@ def _optimizer(
             "the ratio of policy to rollout is not known before the update",
             got=f"{optimizer.ess_scale} with pipeline.behavior={pipeline.recovery}",
             expected="pipeline.behavior=snapshot or merged",
+        )
+    if learner.offload_optimizer and learner.backend == "megatron" and not learner.distributed_optimizer:
+        yield Problem(
+            "learner.distributed_optimizer",
+            "Megatron-Core keeps state on the host where ranks share it",
+            got="false with learner.offload_optimizer=true",
+            expected="true",
+        )
+    for option in sorted(_OFFLOADING & optimizer.extra.keys()):
+        yield Problem(
+            f"optimizer.extra.{option}",
+            "checkpoints find the state of this kind of optimizer only under a setting of its own",
+            got=str(optimizer.extra[option]),
+            expected="left out",
+            fix="set learner.offload_optimizer=true",
         )
     for index, group in enumerate(optimizer.groups):
         try:

@@ -40,8 +40,8 @@ _CHANGES: Sequence[tuple[str, str]] = (
     ),
     (r"use-dynamic-global-batch-size|disable-compute-advantages-and-returns", "not available here"),
     (
-        r"use-precision-aware-optimizer|optimizer-cpu-offload.*|main-.*-dtype|exp-avg.*",
-        "options of Megatron's optimizer go to optimizer.extra here",
+        r"use-precision-aware-optimizer|main-.*-dtype|exp-avg.*",
+        "state of the optimizer is always float32 here, and on the host with learner.offload_optimizer",
     ),
 )
 """Flags that would change the training: they need a decision."""

@@ -40,6 +40,10 @@ _CHANGES: Sequence[tuple[str, str]] = (
         r"algorithm\.rollout_is(_\w+)?|.*\.tis_imp_ratio_cap",
         "of an older verl: write it as algorithm.rollout_correction, and translate that",
     ),
+    (
+        r".*\.override_optimizer_config\.(use_precision_aware_optimizer|optimizer_offload_fraction|overlap_cpu\w+)",
+        "learner.offload_optimizer is on or off, and sets the rest",
+    ),
     (r".*\.optim\.(optimizer|override_optimizer_config\..*|optimizer_impl)", "the optimizer here is AdamW"),
     (r"actor_rollout_ref\.actor\.ppo_micro_batch_size", "of all ranks together: give it for one rank"),
     (r"trainer\.(resume_from_path|load_checkpoint_path)", "checkpoints of verl cannot be read; export the weights"),

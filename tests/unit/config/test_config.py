@@ -196,6 +196,8 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["loss.name=rspo", "pipeline.mode=async", "pipeline.behavior=interpolate"], "pipeline.behavior"),
         (["rollout.engine=sglnag"], "rollout.engine"),
         (["rollout.engine=nowhere.py:engine"], "rollout.engine"),
+        (["learner.offload_optimizer=true", "learner.distributed_optimizer=false"], "learner.distributed_optimizer"),
+        (["optimizer.extra={optimizer_cpu_offload: true}"], "optimizer.extra.optimizer_cpu_offload"),
     ],
 )
 def test_impossible_combinations_are_refused(file: Path, overrides: list[str], key: str) -> None:
