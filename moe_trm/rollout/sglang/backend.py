@@ -26,6 +26,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
     traits = ENGINES[DEFAULT]
     alive_path = "/model_info"
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
+    labels_runs = True
 
     def check(self, config: Config) -> None:
         """See `check_quantised`, `check_layers` and `check_epsilons`."""
