@@ -11,8 +11,6 @@ from moe_trm.sampling_mask.record import SamplingMask
 
 POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
-MAX_VERSION_DIGITS = 9
-"""Keeps versions inside int32."""
 
 
 def sampled_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -48,19 +46,6 @@ def checked_logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
             expected="a finite number, at most 0",
         )
     return array
-
-
-def version_number(label: str) -> int:
-    """The version that a label of weights names. Raises `RecordRejected` (`version_unknown`)."""
-    if not label.isdecimal() or len(label) > MAX_VERSION_DIGITS:
-        raise RecordRejected(
-            "version_unknown",
-            "the engine serves weights that no push gave it",
-            got=label,
-            expected="a version number",
-            fix="Push weights before the first sample.",
-        )
-    return int(label)
 
 
 def over_support(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:

@@ -182,13 +182,13 @@ class Fleet:
     async def fence_restarted(self) -> None:
         """Look for servers that were restarted while they had no request.
 
-        They serve other weights under another label.
+        They serve other weights under another label. Raises `SyncError` where another run gave it.
         """
         for server in self.servers:
             if server.fenced or server.updating:
                 continue
             try:
-                same = await server.label(DOOR_S) == str(server.version)
+                same = await server.serves_proved(DOOR_S)
             except EngineLost:
                 same = False
             if not same:
@@ -353,7 +353,7 @@ class Fleet:
         That label means that it has not been restarted.
         """
         while self._version is not None:
-            if server.version == self._version and await server.label(DOOR_S) == str(self._version):
+            if server.version == self._version and await server.serves_proved(DOOR_S):
                 return
             server.version = None
             await self._load(server)

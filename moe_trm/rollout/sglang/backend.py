@@ -25,6 +25,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
     traits = ENGINES[DEFAULT]
     alive_path = "/model_info"
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
+    labels_runs = True
     launch = staticmethod(launched)
 
     def check(self, config: Config) -> None:

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids, version_number
+from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids
+from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.turn import routes_rejected
@@ -104,7 +105,7 @@ def parse_turn(
     mask, rollout_S = None, full_S
     if wanted.mask:
         mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, wanted.violation)
-    spans = _version_spans(answer.meta_info, len(output_S))
+    spans = _version_spans(answer.meta_info, len(output_S), wanted.run)
     recomputed, retracted = _recomputed_routes(answer.meta_info, spans, asked=wanted.routes)
     return SampledTurn(
         tokens=output_S,
@@ -176,7 +177,7 @@ def _full_logprobs(answer: Answer) -> np.ndarray:
     return checked_logprobs([value for value, _, _ in entries], "logprob_value")
 
 
-def _version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
+def _version_spans(meta: MetaInfo, num_sampled: int, run: str) -> list[tuple[int, int]]:
     """Versions of the sampled tokens, in their order, with the number of tokens of each."""
     spans = meta.weight_versions or []
     starts, ends = [span.start for span in spans], [span.end for span in spans]
@@ -188,7 +189,7 @@ def _version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
             got=[(span.version, span.start, span.end) for span in spans],
             expected=f"spans from 0 to {num_sampled} without gap or overlap",
         )
-    return [(version_number(span.version), span.end - span.start) for span in spans]
+    return [(version_of(span.version, run), span.end - span.start) for span in spans]
 
 
 def _versions(spans: Sequence[tuple[int, int]]) -> np.ndarray:

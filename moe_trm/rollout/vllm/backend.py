@@ -32,6 +32,7 @@ class VllmBackend(VllmAnswers, ServerBackend):
 
     traits = ENGINES["vllm"]
     answers = "moe_trm.rollout.vllm.answers:VllmAnswers"
+    labels_runs = True
 
     def check(self, config: Config) -> None:
         """Refuse quantised checkpoints, and masks with more kept ids than log-probs can tell.

@@ -9,6 +9,7 @@ from typing import Any
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.servers.backend import Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.vllm.parse import parse_turn
 from moe_trm.rollout.vllm.request import generate_request
@@ -83,10 +84,11 @@ class VllmClient(ServerClient):
         """Load the folder once nothing is sampled; samples that come meanwhile wait at the server's door."""
         try:
             with keeping:
-                told = await http.post(WEIGHTS, {"folder": push.directory, "version": str(push.version)})
-                if told["version"] != str(push.version):
+                label = label_of(push.version, self._needs.run)
+                told = await http.post(WEIGHTS, {"folder": push.directory, "version": label})
+                if told["version"] != label:
                     raise SyncError(
-                        "the server labels its weights with another version", got=told["version"], expected=push.version
+                        "the server labels its weights with another version", got=told["version"], expected=label
                     )
                 if expected is not None:
                     _compare(told["workers"], await expected, push.directory)

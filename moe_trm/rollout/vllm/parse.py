@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids, version_number
+from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids
+from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.turn import routes_rejected
@@ -103,7 +104,7 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
             expected=len(question.context),
         )
     output_S = sampled_ids(choice.token_ids, model.vocab_size)
-    version = version_number(answer.weight_version)
+    version = version_of(answer.weight_version, wanted.run)
     if finish_reason == "length" and len(output_S) != question.params.max_new_tokens:
         raise RecordRejected(
             "clipped",

@@ -113,6 +113,7 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "no label": ("malformed", lambda answer: answer.pop("weight_version")),
     "no push": ("version_unknown", lambda answer: answer.update(weight_version="none")),
     "a version beyond int32": ("version_unknown", lambda answer: answer.update(weight_version="9" * 10)),
+    "of another run": ("version_unknown", lambda answer: answer.update(weight_version="4-ab")),
     "two choices": ("malformed", lambda answer: answer["choices"].append(answer["choices"][0])),
     "unknown end": ("malformed", choice(lambda it: it.update(finish_reason="error"))),
     "another prompt": ("prompt_length", lambda answer: answer["usage"].update(prompt_tokens=4)),
