@@ -103,9 +103,9 @@ def test_a_connection_that_shows_no_key_is_closed(monkeypatch: pytest.MonkeyPatc
 
     async def talk(served: Served) -> None:
         await served.client.models()
-        kept = set(served.server._runner.server.connections)  # type: ignore[union-attr]
+        kept = set(served.server._runner.server.connections)
         await ends(await strangers(served, 6))
-        assert kept <= set(served.server._runner.server.connections)  # type: ignore[union-attr]
+        assert kept <= set(served.server._runner.server.connections)
         assert not served.server._strangers
 
     run(talk, SpeakingEngine(speaker("hello")))

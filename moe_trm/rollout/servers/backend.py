@@ -105,6 +105,10 @@ class ServerBackend(AnswerFormat):
     async def abort(self, http: EngineHttp) -> None:
         """End every answer in progress with what was sampled so far. Raises `EngineError`."""
 
+    def refuses_request(self, status: int, text: str) -> bool:
+        """True when an HTTP error is the fault of the one request, e.g. of a context that is too long."""
+        return status in (400, 413, 422)
+
     async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
         """Release the device memory of `weights` and `kv_cache`. Asked where `EngineTraits.lends_memory` is set."""
         raise NotImplementedError

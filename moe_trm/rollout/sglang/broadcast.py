@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_trm.errors import EngineError, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_label, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.runtime.patience import patient
 from moe_trm.sync.distributed import broadcast, join_group
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.sync.rounding import DTYPES
@@ -35,7 +36,7 @@ class DistributedPush:
     Args:
         api: requests to the engine.
         engine_ranks: its tensor parallel size.
-        timeout_s: longest wait for the others, at every broadcast.
+        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
         device: where the engine holds its tensors.
     """
 
@@ -136,7 +137,7 @@ class DistributedPush:
             raise SyncError("the engine refused a step of the push", where=path, got=answer.get("message"))
 
     def _join_as_witness(self, meeting: Meeting) -> dist.ProcessGroupGloo:
-        timeout, size = timedelta(seconds=self.timeout_s), self.engine_ranks + 2
+        timeout, size = timedelta(seconds=patient(self.timeout_s)), self.engine_ranks + 2
         store = TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return join_group(store, meeting.group, size - 1, size, timeout)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,11 @@ from pathlib import Path
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.errors import CheckpointError, ConfigError, EngineLost
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
-from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.vllm.answers import VllmAnswers
 from moe_trm.rollout.vllm.client import WEIGHTS, VllmClient
@@ -69,7 +68,11 @@ class VllmBackend(VllmAnswers, ServerBackend):
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
         """Of the last push; `none` before the first."""
-        return str(json.loads(await http.request("GET", WEIGHTS, timeout_s=timeout_s, attempts=1))["version"])
+        content = await http.request("GET", WEIGHTS, timeout_s=timeout_s, attempts=1)
+        told = parsed(content, http.url)
+        if not isinstance(told, dict) or "version" not in told:
+            raise EngineLost("something else than vLLM answers here", where=http.url, got=content[:200])
+        return str(told["version"])
 
     async def abort(self, http: EngineHttp) -> None:
         """For all."""
