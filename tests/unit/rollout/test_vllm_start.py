@@ -101,12 +101,18 @@ def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
         assert found == {"rollout.server.extra_args"}
 
 
-def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backend_of("vllm")
+    monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: Path("/v/bin/python"))
     wide = config(tmp_path, SIZES | {"vocab_size": 5000}, sampling_mask={"mode": "keep"}, rollout={"top_p": 0.9})
     with pytest.raises(ConfigError, match="kept ids"):
         backend.check(wide)
     backend.check(config(tmp_path, SIZES | {"vocab_size": 5000}, rollout={"top_p": 0.9, "top_k": 64}))
+    monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: interpreter(str(tmp_path / ".venv")))
+    with pytest.raises(ConfigError, match="not installed"):
+        backend.check(config(tmp_path))
+    backend.check(config(tmp_path, rollout={"url": "http://127.0.0.1:9"}))
+    monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: Path("/v/bin/python"))
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     with pytest.raises(CheckpointError, match="quantised"):
         backend.check(config(tmp_path, SIZES | {"quantization_config": fp8}))
