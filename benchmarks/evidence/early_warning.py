@@ -37,17 +37,19 @@ from moe_trm.quickstart.summary import read_metrics
 
 STEPS = Path("benchmarks/evidence/results/router_noise_steps.json")
 K3, REWARD = "engine/k3_kl", "reward/mean"
-FIGURES: Mapping[str, tuple[str, int]] = {
-    "k3": (K3, 1),
-    "k3_growth": (K3, 1),
-    "row_ess": ("total/rollout_is_seq_eff_sample_size", -1),
-    "chi2": ("engine/chi2_token_p95", 1),
-    "clipped": ("loss/pg_clipfrac", 1),
-    "length": ("response/length_mean", 1),
-    "grad_norm": ("optimizer/grad_norm", 1),
-    "below_best": (REWARD, 1),
+FIGURES: Mapping[str, tuple[int, Sequence[str]]] = {
+    "k3": (1, [K3]),
+    "k3_growth": (1, [K3]),
+    "beyond_2": (1, ["engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction"]),
+    "row_ess": (-1, ["total/rollout_is_seq_eff_sample_size"]),
+    "chi2": (1, ["engine/chi2_token_p95"]),
+    "clipped": (1, ["loss/pg_clipfrac"]),
+    "length": (1, ["response/length_mean"]),
+    "grad_norm": (1, ["optimizer/grad_norm"]),
+    "below_best": (1, [REWARD]),
 }
-"""The metric of each, and 1 where higher values warn, -1 where lower ones do. Growth is over the least so far."""
+"""1 where higher values warn, -1 where lower ones do, and the metrics whose sum it is. Growth is over the least so far;
+`beyond_2` is the share of tokens whose ratio between the engines is above 2 or below 1/2."""
 FIRST, AHEADS, QUIET = 20, (20, 50), 0.9
 """First step that is judged; steps that a moment looks ahead; share of moments without a turn that stay silent."""
 
@@ -73,10 +75,10 @@ class Steps:
 
     def figure(self, name: str) -> NDArray[np.float64] | None:
         """Values from step `FIRST` on, higher before a turn as it was fixed; None: the run did not measure it."""
-        metric, sign = FIGURES[name]
-        if metric not in self.series:
+        sign, metrics = FIGURES[name]
+        if not self.series.keys() >= set(metrics):
             return None
-        smooth = np.array(smoothed(self.series[metric]))
+        smooth = np.sum([smoothed(self.series[metric]) for metric in metrics], 0)
         if name == "k3_growth":
             smooth = smooth / np.minimum.accumulate(smooth)
         elif name == "below_best":
@@ -128,7 +130,7 @@ def gathered(file: Path, folders: Sequence[Path]) -> list[Steps]:
 def read(run: Path) -> dict[str, list[float]]:
     """Four digits of every metric of `FIGURES` that each of the run's steps has."""
     rows = [row for row in read_metrics(run) if REWARD in row]
-    metrics = dict.fromkeys(metric for metric, _ in FIGURES.values())
+    metrics = dict.fromkeys(metric for _, parts in FIGURES.values() for metric in parts)
     return {m: [float(f"{row[m]:.4g}") for row in rows] for m in metrics if all(m in row for row in rows)}
 
 
