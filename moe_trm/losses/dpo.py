@@ -22,7 +22,7 @@ def dpo(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 0.1) -> TokenLos
     the mean over rows is that over pairs. Its gradient is that of all pairs, though each row is differentiated in its
     own micro-batch alone. Two samples of a prompt make the published pair. A prompt with equal rewards has no pair and
     no gradient. The reference is scored though `kl.coef` is 0, and `kl.teacher` may be it. Needs rewards, group ids
-    and the reference's log-probs. Source: Online DPO (arXiv 2402.04792), on stale samples (arXiv 2410.18252).
+    and the reference's log-probs. Source: online DPO as in Asynchronous RLHF (arXiv 2410.18252).
 
     When: rewards say no more than which answer is better, or samples are old.
     """
