@@ -85,10 +85,12 @@ def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
     rollout.
     """
     return [
-        (score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double()
+        own
         for part in parts
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-        for row in range(len(micro.rows))
+        for own in (score.logprobs - batch.rollout_logprobs)[batch.mask]
+        .double()
+        .split(batch.mask.sum(1).tolist())[: len(micro.rows)]
     ]
 
 
