@@ -50,7 +50,7 @@ def test_an_override_replaces_its_own_key_and_no_longer_one(file: Path) -> None:
     keys = flatten(load(file).dump())
     pairs = [(key, longer) for key in keys for longer in keys if longer.startswith(key) and longer != key]
     assert ("rollout.url", "rollout.urls") in pairs
-    file.write_text("model: {checkpoint: m}\nrollout: {urls: ['http://a:1'], top_p: 0.5, server: {port: 7}}\n")
+    file.write_text("model: {checkpoint: m}\nrollout: {urls: ['http://127.0.0.1:1'], top_p: 0.5, server: {port: 7}}\n")
     found = resolve(file, ["rollout.url=null", "rollout.server={port: 8}"]).sources
     assert found["rollout.urls.0"] == "file"
     assert found["rollout.top_p"] == "file"
