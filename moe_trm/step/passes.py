@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Recovery, ReplayMode
@@ -88,10 +89,13 @@ def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
         own
         for part in parts
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-        for own in (score.logprobs - batch.rollout_logprobs)[batch.mask]
-        .double()
-        .split(batch.mask.sum(1).tolist())[: len(micro.rows)]
+        for own in _by_row(score.logprobs - batch.rollout_logprobs, batch.mask)[: len(micro.rows)]
     ]
+
+
+def _by_row(values: Tensor, mask: Tensor) -> Sequence[Tensor]:
+    rows: Sequence[Tensor] = torch.split(values[mask].double(), mask.sum(1).tolist())
+    return rows
 
 
 def decomposed(

@@ -31,7 +31,7 @@ class _Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> _Elsewhere:
-        made: _Elsewhere = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: _Elsewhere = Tensor._make_wrapper_subclass(
             cls,
             host.size(),
             strides=host.stride(),
@@ -43,7 +43,7 @@ class _Elsewhere(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _computed(func, args, kwargs or {})
 
 
@@ -82,7 +82,11 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     host_kwargs = {name: _on_host(value) for name, value in kwargs.items()}
     if device is not None:
         host_kwargs["device"] = CPU
-    made = func(*_on_host(args), **host_kwargs)
+    host_args = _on_host(args)
+    if func is _aten.histc.default:  # CUDA counts integers, a CPU does not
+        made = func(host_args[0].double(), *host_args[1:]).to(host_args[0].dtype)
+    else:
+        made = func(*host_args, **host_kwargs)
     # What an operation changes in place is the tensor that it was given.
     given = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, _Elsewhere)}
     return _wrapped(made, given) if there else made
@@ -117,11 +121,12 @@ def other_device() -> Iterator[torch.device]:
 
 
 def move(module: nn.Module) -> None:
-    """All parameters and buffers of `module`, onto `DEVICE`."""
+    """All parameters and buffers of `module`, onto `DEVICE`; what is shared stays shared."""
+    moved: dict[int, nn.Parameter] = {}
     for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
+        for name, parameter in part._parameters.items():
             if parameter is not None:
-                moved = nn.Parameter(parameter.detach().to(DEVICE), parameter.requires_grad)
-                part._parameters[name] = moved
-        for name, buffer in list(part._buffers.items()):
+                fresh = nn.Parameter(parameter.detach().to(DEVICE), parameter.requires_grad)
+                part._parameters[name] = moved.setdefault(id(parameter), fresh)
+        for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(DEVICE)

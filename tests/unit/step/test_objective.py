@@ -81,9 +81,12 @@ def test_ranks_and_micro_batches_change_nothing(name: str, first: bool) -> None:
 
 def test_a_loss_of_the_whole_minibatch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, sizes = losses.BoundLoss.__call__, list[int]()
-    monkeypatch.setattr(
-        losses.BoundLoss, "__call__", lambda bound, inputs: (sizes.append(len(inputs.keep)), compute(bound, inputs))[1]
-    )
+
+    def counted(bound: losses.BoundLoss, inputs: losses.LossInputs) -> losses.TokenLoss:
+        sizes.append(len(inputs.keep))
+        return compute(bound, inputs)
+
+    monkeypatch.setattr(losses.BoundLoss, "__call__", counted)
     outcome(config(loss={"name": "kl_cov"}), ranks=1, micro_batch_rows=2)
     assert [size for size in sizes if size] == [12]
 
