@@ -23,6 +23,7 @@ OUTSIDE = {
     "examples/distillation/README.md": "examples/distillation.md",
     "examples/logit_fusion/README.md": "examples/logit_fusion.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
+    "packages/vllm_worker/README.md": "packages/vllm_worker.md",
 }
 """Pages by their path in the repository, and where the site has them."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^):]+)\)")

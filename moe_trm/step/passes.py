@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Recovery, ReplayMode
@@ -83,11 +84,16 @@ def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
     rollout.
     """
     return [
-        (score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double()
+        own
         for part in parts
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-        for row in range(len(micro.rows))
+        for own in _by_row(score.logprobs - batch.rollout_logprobs, batch.mask)[: len(micro.rows)]
     ]
+
+
+def _by_row(values: Tensor, mask: Tensor) -> Sequence[Tensor]:
+    rows: Sequence[Tensor] = torch.split(values[mask].double(), mask.sum(1).tolist())
+    return rows
 
 
 def decomposed(

@@ -80,6 +80,18 @@ def test_ranks_and_micro_batches_change_nothing(name: str, first: bool) -> None:
     assert any(float(gradient.abs().sum()) > 0 for gradient in whole["gradients"].values())
 
 
+def test_a_loss_of_the_whole_minibatch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, sizes = losses.BoundLoss.__call__, list[int]()
+
+    def counted(bound: losses.BoundLoss, inputs: losses.LossInputs) -> losses.TokenLoss:
+        sizes.append(len(inputs.keep))
+        return compute(bound, inputs)
+
+    monkeypatch.setattr(losses.BoundLoss, "__call__", counted)
+    outcome(config(loss={"name": "kl_cov"}), ranks=1, micro_batch_rows=2)
+    assert [size for size in sizes if size] == [12]
+
+
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"])
 def test_the_kl_term_is_the_mean_over_tokens_beside_the_policy_loss(estimator: str) -> None:
     rejecting = {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.1}}]}
