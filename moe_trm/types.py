@@ -108,7 +108,7 @@ class RolloutRecord:
         rollout_logprobs: `[S]` float32, log-prob of each sampled token under the distribution it was drawn from: over
             the kept support when a sampling mask was recorded, over the whole vocabulary otherwise.
         full_logprobs: `[S]` float32, the same over the whole vocabulary at the sampling temperature. The difference is
-            the log kept mass.
+            the log kept mass. NaN where the engine does not tell it.
         versions: `[S]` int32, the weight version that sampled each token.
         routes: expert ids of the `T - 1` forwarded tokens, or None when routes were not asked for.
         sampling_mask: kept ids of each of the `S` sampled tokens, or None when masks were not asked for.
@@ -327,7 +327,8 @@ class TokenBatch:
         sample_tokens: `[B]` int64 scored tokens of all rows of each row's sample, 0 on padding rows; None where every
             row is a whole sample.
         row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.
-        teacher_logprobs: `[B, R]` float32, 0 where `mask` is False; None without a teacher.
+        reference_logprobs: `[B, R]` float32, 0 where `mask` is False: the teacher's, or the reference's once they are
+            scored (`moe_trm.step.reference`); None without.
     """
 
     input_ids: torch.Tensor
@@ -350,7 +351,7 @@ class TokenBatch:
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
-    teacher_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
     @cached_property
     def rollout_routes(self) -> ReplayRecords:

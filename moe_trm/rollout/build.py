@@ -110,10 +110,14 @@ def with_baseline(config: Config, engine: RolloutEngine, sampler: Sampler, param
 
 def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampler:
     """`sampler`, with the log-probs of the teacher in every sample where there is one."""
-    if not (config.kl.coef and config.kl.teacher):
+    if not config.kl.teacher:
         return sampler
-    limits = {"timeout_s": config.rollout.timeout_s, "max_attempts": config.rollout.max_attempts}
-    return TaughtSampler(sampler, [EngineHttp(url, api_key, **limits) for url in config.kl.teacher])
+    limits = config.rollout
+    servers = [
+        EngineHttp(url, api_key, timeout_s=limits.timeout_s, max_attempts=limits.max_attempts)
+        for url in config.kl.teacher
+    ]
+    return TaughtSampler(sampler, servers)
 
 
 def function_sampler(
