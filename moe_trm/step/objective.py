@@ -121,8 +121,7 @@ class Objective:
             if current.entropy is not None:
                 terms["loss/entropy"] = current.entropy, ratios.mask, -chosen.entropy_coef
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
-            if part.reference is not None:
-                reference = part.reference[index]
+            if (reference := batch.reference_logprobs) is not None:
                 kl = kl_term(
                     chosen.kl_estimator,
                     ratios,

@@ -33,15 +33,13 @@ class Anchored:
     that sampled; `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of
     the learner's weights. `averaged`: the proximal scores are those of an average of weights.
 
-    `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the
-    coefficient in the loss.
+    `kl_coef`: the coefficient of the KL to the batches' `reference_logprobs` in the loss.
     """
 
     mini: MiniBatch
     batches: Sequence[TokenBatch]
     scores: Sequence[Scores]
     sources: Sequence[RouteSource]
-    reference: Sequence[Tensor] | None = None
     kl_coef: float = 0.0
     behavior: Sequence[Tensor] | None = None
     recovery: Recovery = "same"

@@ -52,6 +52,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "clip_cov": {"loss": {"name": "clip_cov", "parameters": {"share": 0.1, "low": 0.0, "high": 9.0, "seed": 3}}},
     "m2po_clip": {"loss": {"name": "m2po_clip", "parameters": {"budget": 0.01, "min_low": 0, "min_high": 0}}},
     "oapl": {"loss": {"name": "oapl"}, "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.2}}]}},
+    "dpo": {"loss": {"name": "dpo"}, "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.2}}]}},
     "quatro_query": {"loss": {"name": "quatro_query", "parameters": {"budget": 0.05}}},
     "r2vpo_clip": {
         "loss": {"name": "r2vpo_clip"},
