@@ -144,12 +144,5 @@ def loss(
 def _no_inputs() -> LossInputs:
     nothing, rows = torch.zeros(0, 1), torch.zeros(0)
     inputs = LossInputs.uncorrected(LogRatios(nothing, nothing, nothing, nothing.bool()), nothing, nothing)
-    return replace(
-        inputs,
-        rewards=rows,
-        group_ids=rows.long(),
-        turn_ids=nothing.long(),
-        entropy=nothing,
-        router_shift=nothing,
-        reference_logprobs=nothing,
-    )
+    inputs = replace(inputs, turn_ids=nothing.long(), rewards=rows, group_ids=rows.long())
+    return replace(inputs, entropy=nothing, router_shift=nothing, reference_logprobs=nothing)
