@@ -19,6 +19,7 @@ from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import RolloutRecord, SamplingParams
@@ -155,25 +156,17 @@ def names_in(value: Any) -> set[str]:
     return set(value if isinstance(value, dict) else ()).union(*map(names_in, inner))
 
 
-MEANS_NOTHING = {"id", "e2e_latency", "text", "request_id", "created", "model", "index", "bytes", "total_tokens"}
-
-
 def test_an_answer_that_was_cut_or_lost_a_field_is_refused(subject: Subject, tmp_path: Path) -> None:
     """A real answer, damaged in every place; what is left must be refused, or be the record that it was."""
 
-    async def body_of_one(engine: ServerEngine) -> bytes:
+    async def one(engine: ServerEngine) -> tuple[bytes, Question]:
         await subject.push(engine, tmp_path, 150)
+        question = engine.question(prompts(1)[0].token_ids, subject.params)
         async with EngineHttp(subject.server.url, subject.server.api_key, timeout_s=300, max_attempts=1) as http:
-            return await http.request("POST", backend.generate_path, backend.request(asked(engine)))
-
-    def asked(engine: ServerEngine) -> Any:
-        return engine.question(prompts(1)[0].token_ids, subject.params)
-
-    async def question_of(engine: ServerEngine) -> Any:
-        return asked(engine)
+            return await http.request("POST", backend.generate_path, backend.request(question)), question
 
     backend = backend_of(subject.config.rollout.engine)
-    body, question = subject.run(body_of_one), subject.run(question_of)
+    body, question = subject.run(one)
     model = ServedModel.from_checkpoint(subject.checkpoints[0])
     whole = backend.parse(body, question, model)
     for size in range(0, len(body), max(1, len(body) // 50)):
