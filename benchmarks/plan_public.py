@@ -1,9 +1,10 @@
 """Plans for real models on 1 to 32 nodes of H100, and predictions against what others report.
 
 `python -m benchmarks.plan_public [--models M ...] [--nodes N ...] [--json FILE]`. Nothing runs but the planner.
-Reported seconds are those of NVIDIA's NeMo AutoModel for pre-training in bfloat16 on H100 (its
-docs/performance-summary.md, 2026-04-17). Reported memory of hosts is of slime with CPU Adam (its issue 1851; its example of DeepSeek-R1, as vime
-keeps it). Tokens of pre-training are trained once: 6 operations each, no pass of log-probs.
+
+Reported seconds are those of NVIDIA's NeMo AutoModel for pre-training in bfloat16 on H100 (2026-04-17, its page
+docs/performance-summary.md). Reported memory of hosts is of slime with CPU Adam: its issue 1851, and its example of
+DeepSeek-R1, as vime keeps it. Tokens of pre-training are trained once: 6 operations each, no pass of log-probs.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _cell(value: float | None) -> str:
     if value is None:
         return "-"
     if abs(value) < 1e4:
-        return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}"
+        return f"{value:.4f}" if abs(value) < 9.99 else f"{value:.4g}"
     text = f"{value:.1e}"
     return text if len(text) < CELL else f"{value:.0e}"
 
