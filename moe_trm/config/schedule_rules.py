@@ -35,7 +35,7 @@ def idle(
     pipeline: PipelineConfig, rollout: RolloutConfig, learner: LearnerConfig
 ) -> Iterator[tuple[str, str, bool, str]]:
     """Rows of the table of idle settings: section, key, whether it is idle, and why."""
-    reuse = ("max_uses", "reuse_tau", "reuse_correction")
+    reuse = ("max_uses", "reuse_tau", "reuse_priority", "reuse_correction")
     yield from (
         ("pipeline", key, not pipeline.reuse_groups, "pipeline.reuse_groups=0 uses nothing again") for key in reuse
     )
@@ -166,7 +166,7 @@ def _average(
     readers = [
         ("replay.mode=R2, which replays the routes of the anchor pass", replay.mode == "R2"),
         (f"pipeline.behavior={pipeline.behavior}", not pipeline.has_anchor_pass),
-        ("kl.where=reward", kl.coef > 0 and kl.where == "reward"),
+        (f"kl.where={kl.where}", kl.before_updates),
         (f"optimizer.ess_scale={optimizer.ess_scale}", optimizer.ess_scale != "off"),
         (f"advantage.name={advantage.name}", ADVANTAGES[advantage.name].reads_ratios),
     ]

@@ -1,4 +1,4 @@
-"""The frozen reference policy: its scores, its place in the loss or in the reward, and what sets its coefficient.
+"""The reference policy: its scores, its place in loss, reward or advantage, and what sets its coefficient.
 
 Shape letters: B rows and R forwarded tokens of a micro-batch.
 """
@@ -9,10 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from moe_trm.config.schema import Config
+from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
 from moe_trm.step.passes import Anchored
+from moe_trm.step.recipe import recipe
+from moe_trm.types import TokenBatch
 from routing.replay import Native
 
 NAME = "reference"
@@ -20,7 +26,8 @@ NAME = "reference"
 
 
 class Reference:
-    """The weights that the run started from, and the coefficient of the KL to them. Does nothing where `kl.coef` is 0.
+    """The weights that the run started from, or a teacher, and the coefficient of the KL to them. Does nothing where
+    `kl.coef` is 0 and the loss reads no reference.
 
     Build it before anything is trained or restored. Collective, as all of its methods.
 
@@ -32,9 +39,10 @@ class Reference:
     def __init__(self, config: Config, learner: Learner) -> None:
         kl = config.kl
         horizon = kl.horizon if kl.controller == "adaptive" else math.inf
-        self._config, self._wanted = config, kl.coef > 0
+        self._config = config
+        self._wanted = kl.coef > 0 or "reference" in recipe(config).loss.loss.needs
         self._controller = AdaptiveKL(kl.coef, kl.target, horizon)
-        if self._wanted:
+        if self._wanted and not kl.teacher:
             learner.snapshot(NAME)
 
     @property
@@ -51,13 +59,33 @@ class Reference:
         self._controller = replace(self._controller, beta=state["coef"])
 
     def score(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
-        """The minibatches of a step with the reference's log-probs, scored under its own routes."""
+        """The minibatches of a step with the reference's log-probs, scored under its own routes or by the teacher."""
         if not self._wanted:
             return list(anchored)
         flat = [batch for part in anchored for batch in part.batches]
-        scores = iter(learner.score(flat, [Native()] * len(flat), weights=NAME))
-        scored = [replace(part, reference=[next(scores).logprobs for _ in part.batches]) for part in anchored]
-        return scored if self._config.kl.where == "reward" else [replace(part, kl_coef=self.coef) for part in scored]
+        if not self._config.kl.teacher:
+            scores = learner.score(flat, [Native()] * len(flat), weights=NAME)
+            flat = [replace(batch, reference_logprobs=one.logprobs) for batch, one in zip(flat, scores, strict=True)]
+        known = iter([_checked(batch) for batch in flat])
+        coef = self.coef if self._config.kl.where == "loss" else 0.0
+        return [replace(part, batches=[next(known) for _ in part.batches], kl_coef=coef) for part in anchored]
+
+    def lowered(self, anchored: Sequence[Anchored]) -> list[Anchored]:
+        """These minibatches with A_t - coef kl_t in the place of A_t on every sampled token, where the configuration
+        says `kl.where=advantage`. With k1 it has the gradient of the KL of each token, by the score function.
+        """
+        if not self._config.kl.before_updates or self._config.kl.where == "reward":
+            return list(anchored)
+        return [
+            replace(
+                part,
+                batches=[
+                    replace(batch, advantages=batch.advantages - self.coef * kl.to(batch.advantages))
+                    for batch, kl in zip(part.batches, self._kls(part), strict=True)
+                ],
+            )
+            for part in anchored
+        ]
 
     def adapt(self, measured: Mapping[str, float], num_samples: int) -> dict[str, float]:
         """End a step of `num_samples` samples with these finished metrics.
@@ -75,19 +103,29 @@ class Reference:
 
         In the order of the micro-batches.
         """
-        if not self._wanted or self._config.kl.where == "loss":
+        if not self._config.kl.before_updates or self._config.kl.where == "advantage":
             return None
         return [
             self.coef * kl
             for part in anchored
-            for micro, own in zip(part.mini.micro_batches, self._row_kls(part), strict=True)
-            for _, kl in zip(micro.rows, own, strict=False)  # an empty micro-batch has one row of padding
+            for micro, kls in zip(part.mini.micro_batches, self._kls(part), strict=True)
+            # An empty micro-batch has one row of padding.
+            for _, kl in zip(micro.rows, kls.sum(dim=1).tolist(), strict=False)
         ]
 
-    def _row_kls(self, part: Anchored) -> list[list[float]]:
-        """Sum of the KL over the sampled tokens of each row of each micro-batch, nats."""
-        assert part.reference is not None
+    def _kls(self, part: Anchored) -> list[Tensor]:
+        """`[B, R]` KL of the sampled tokens of each micro-batch at the step's start, nats; 0 elsewhere."""
         return [
-            kl_estimate(self._config.kl.estimator, score.logprobs, reference, batch.mask).sum(dim=1).tolist()
-            for batch, score, reference in zip(part.batches, part.scores, part.reference, strict=True)
+            kl_estimate(self._config.kl.estimator, score.logprobs, batch.reference_logprobs, batch.mask)
+            for batch, score in zip(part.batches, part.scores, strict=True)
+            if batch.reference_logprobs is not None
         ]
+
+
+def _checked(batch: TokenBatch) -> TokenBatch:
+    """A batch of padding has no sample, and so nobody's log-probs."""
+    if batch.reference_logprobs is None and not batch.mask.any():
+        return replace(batch, reference_logprobs=torch.zeros_like(batch.rollout_logprobs))
+    if batch.reference_logprobs is None:
+        raise LearnerError("a sample came without the teacher's log-probs", where="kl.teacher", got=batch.sample_ids)
+    return batch

@@ -13,7 +13,11 @@ _CHANGES: Sequence[tuple[str, str]] = (
         r".*(lora|adapter|target-modules|exclude-modules).*",
         "adapters here have no dropout: choose learner.lora.targets by Hugging Face names (docs/lora.md)",
     ),
-    (r"use-opd|opd-.*|enable-mtp-training|use-rollout-entropy", "not available here"),
+    (
+        r"use-opd|opd-.*",
+        "to distil on policy here set kl.teacher, kl.where=advantage, kl.estimator=k1 and kl.coef (docs/training.md)",
+    ),
+    (r"enable-mtp-training|use-rollout-entropy", "not available here"),
     (r"mask-offpolicy-in-partial-rollout", "corrections do that here: a rule on the total ratio"),
     (
         r"loss-type|custom-.*-path|buffer-filter-path|rollout-.*-path|data-source-path|eval-function-path",

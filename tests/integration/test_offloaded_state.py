@@ -1,4 +1,4 @@
-"""State of Megatron's optimizer on the host, saved and taken over. Tensors only say that they are on a GPU."""
+"""State of Megatron's optimizer on the host, saved and taken over, with tensors that only say they are on a GPU."""
 
 from __future__ import annotations
 

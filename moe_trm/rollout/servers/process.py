@@ -27,6 +27,7 @@ from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
 from moe_trm.rollout.servers.last_words import last_words
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline, signal_group
+from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import Scratch
 
 LAST_BYTES = 1 << 18
@@ -37,6 +38,8 @@ KEPT_OUTPUT_BYTES = 16 * 2**20
 """Most of the server's output that is kept beside its log, apart from what has not been copied yet."""
 COPIED_BYTES = 2**20
 """Most bytes of it that are copied at once."""
+HEALTH_S = 20.0
+"""Longest wait for a health check of a server that starts; SGLang's own gives up after 20 s."""
 KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
 
@@ -212,19 +215,33 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_pa
         log_path: where the copy goes.
         secret: the key.
     """
+    lost = 0
+
+    def write(data: bytes) -> None:
+        """What a full disk does not take is left out, and said once there is room: the copy must go on."""
+        nonlocal lost
+        data = data.replace(secret, b"***")
+        note = b"[%d bytes are missing here: this log could not be written]\n" % lost if lost else b""
+        try:
+            log.write(note + data)
+        except OSError:
+            lost += len(data)
+        else:
+            lost = 0
+
     with source, log_path.open("ab", buffering=0) as log:
         begun, over = b"", False
         while not over:
             over = process.poll() is not None  # looked at before the last copy, which so misses nothing
             while data := source.read(COPIED_BYTES):
                 lines, newline, begun = (begun + data).rpartition(b"\n")
-                log.write((lines + newline).replace(secret, b"***"))
+                write(lines + newline)
             if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(written).st_size:
                 os.truncate(written, 0)
                 source.seek(0)
             if not over:
                 time.sleep(POLL_S)
-        log.write(begun.replace(secret, b"***"))
+        write(begun)
     os.close(written)
 
 
@@ -240,7 +257,7 @@ def _wait_until_ready(server: Server, timeout_s: float, cancelled: threading.Eve
                 expected=f"a server that answers {server.backend.health_path}",
                 fix="Mend what it says; the whole log and every argument of the server are in the file above.",
             )
-        if server.answers(server.backend.health_path, timeout_s=5.0):
+        if server.answers(server.backend.health_path, timeout_s=patient(HEALTH_S)):
             return
         if cancelled.wait(POLL_S):
             raise EngineError("the rollout server was not needed any more", where=str(server.log_path))

@@ -162,6 +162,11 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
         (["kl.controller=adaptive"], "kl.coef"),
         (["kl.coef=0.1", "kl.where=reward", "kl.estimator=k3_is"], "kl.estimator"),
+        (["kl.coef=0.1", "kl.where=advantage"], "kl.estimator"),
+        (["kl.coef=0.1", "kl.where=advantage", "kl.estimator=k1", "batch.zero_variance=drop"], "batch.zero_variance"),
+        (["kl.coef=0.1", "kl.teacher=[http://127.0.0.1:1]", "sampling_mask.mode=keep"], "sampling_mask.mode"),
+        (["kl.coef=0.1", "kl.teacher=[http://127.0.0.1:1]", "rollout.temperature=0.5"], "rollout.temperature"),
+        (["kl.coef=0.1", "kl.teacher=[http://a:1]", "sampling_mask.mode=off"], "rollout.trusted_network"),
         (["optimizer.min_lr=0.1"], "optimizer.min_lr"),
         (
             ["optimizer.schedule=cosine", "optimizer.warmup_steps=9", "optimizer.decay_steps=9"],
