@@ -62,6 +62,7 @@ BENCHMARKS = (
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
     Benchmark("async_overlap", "Sampling beside training", "async_overlap"),
     Benchmark("plan_memory", "Memory that the planner predicts, and what torch allocates", "plan_memory"),
+    Benchmark("plan_public", "Plans of real models, and what others report", "plan_public"),
     Benchmark("plan_seconds", "Steps that the planner predicts, and real ones", "plan_seconds"),
     Benchmark("planted_faults", "Planted faults and what the doctor says of them", "planted_faults"),
 )  # fmt: skip

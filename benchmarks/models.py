@@ -24,7 +24,7 @@ from moe_trm.models.registry import MOE_FAMILIES
 
 FOUND = Path(__file__).parent / "models.json"
 FOUND_RELEASES = Path(__file__).parent / "releases.json"
-RELEASES = Path(__file__).parents[1] / "tests" / "data" / "models"
+RELEASES = Path(__file__).parents[1] / "moe_trm" / "models" / "published"
 """config.json of published models."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TEXT = Path(__file__).parent / "models_page.md"
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--family", nargs="*", choices=MOE_FAMILIES, default=list(MOE_FAMILIES), help="families to run (default: all)"
     )
     parser.add_argument(
-        "--release", nargs="*", help="published models to run, by the names in tests/data/models, and no family"
+        "--release", nargs="*", help="published models to run, by the names in moe_trm/models/published, and no family"
     )
     parser.add_argument("--page-only", action="store_true", help="write the page from what was found before")
     args = parser.parse_args(argv)

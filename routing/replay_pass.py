@@ -253,7 +253,7 @@ def judge(
     if highest > max_local_flip_rate:
         raise FlipBoundError(
             "replayed expert sets differ from the live router's own choice too often: worst rate of a layer "
-            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {rates}",
+            f"{highest:.3f}, max_local_flip_rate {max_local_flip_rate}; by layer {rates}",
             found or worst(by_sample, top_k, num_experts),
             report,
             alike=not found,

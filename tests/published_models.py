@@ -1,4 +1,4 @@
-"""config.json of published models, from `tests/data/models`."""
+"""config.json of published models, from `moe_trm/models/published`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-MODELS = Path(__file__).parent / "data" / "models"
+MODELS = Path(__file__).parents[1] / "moe_trm" / "models" / "published"
 NAMES = tuple(sorted(path.stem for path in MODELS.glob("*.json")))
 
 

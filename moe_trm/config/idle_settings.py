@@ -41,7 +41,7 @@ def idle_settings(config: Config) -> Iterator[str]:
             not rollout.in_the_clear and not in_the_clear(config.kl.teacher),
             "no key crosses a network in the clear",
         ),
-        ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
+        ("rollout", "bundle", traits.samples_live and rollout.bundle is not None, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_weights, f"{engine} takes no weights")
             for key in ("fake_quantization", "norm_noise", "fake_router_noise")

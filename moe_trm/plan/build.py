@@ -8,19 +8,19 @@ from functools import cache
 from shlex import quote
 from typing import Any
 
+from moe_trm.config.flat import flatten
 from moe_trm.config.schema import (
     BatchConfig,
     Config,
-    ParallelConfig,
     PipelineConfig,
     ProbeConfig,
     ReplayConfig,
     RolloutConfig,
 )
-from moe_trm.errors import ConfigError
-from moe_trm.plan.candidates import Judged, alternatives, judge
+from moe_trm.plan.candidates import Judged, judge
 from moe_trm.plan.cluster import Cluster, Serving, serving
 from moe_trm.plan.columns import columns_per_token
+from moe_trm.plan.exchange import exchange_seconds
 from moe_trm.plan.figures import Basis, Figure, weakest
 from moe_trm.plan.lengths import Lengths
 from moe_trm.plan.lora import with_adapters
@@ -34,6 +34,8 @@ from moe_trm.plan.wire import mask_bytes, route_bytes
 
 STEPS = 8
 """Simulated training steps."""
+SIMULATED = 2
+"""Servers that are simulated at most; more of them do the same."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ class Plan:
     ranks: int
     serving: Serving
     layout: Judged
-    others: tuple[Judged, ...]
     wire: Mapping[str, Figure]
     modes: tuple[Simulated, ...]
     columns: Figure
@@ -89,11 +90,16 @@ class Plan:
 
     @property
     def host_bytes(self) -> float:
-        """Older and averaged weights in host memory, for one rank (`pipeline.behavior`, `pipeline.proximal`)."""
+        """Older and averaged weights in host memory, for one rank, and an optimizer that is there.
+
+        That has 16 bytes for each number: weight, moments and gradient. Pinned memory may take up to twice as much,
+        because torch rounds each tensor of it up to a power of two.
+        """
         pipeline = self.config.pipeline
         versions = pipeline.staleness_limit // pipeline.push_every + 1 if pipeline.recovery == "snapshot" else 0
         averages = 2 if pipeline.proximal == "average" else 0
-        return (versions + averages) * self.layout.trained
+        offloaded = 16 * self.layout.stepped if self.config.learner.offload_optimizer else 0
+        return (versions + averages) * self.layout.trained + offloaded
 
     @property
     def fits(self) -> bool:
@@ -107,82 +113,138 @@ class Plan:
         return next(found for found in self.modes if found.mode == own)
 
 
-def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions, where: str) -> Plan:
+@dataclass(frozen=True)
+class Work:
+    """What is the same for every configuration of a run: its model, the lengths of its samples, a kind of GPU."""
+
+    hf: Mapping[str, Any]
+    assumptions: Assumptions
+    where: str
+
+    def model(self, config: Config) -> Model:
+        """Raises `ConfigError` or `CheckpointError` for adapters or a model that cannot be."""
+        return with_adapters(model_of(self.hf, self.where), self.hf, config.learner.lora, self.where)
+
+    def step_tokens(self, config: Config) -> float:
+        """Of new samples, prompts included."""
+        lengths, rollout = self.assumptions.lengths, config.rollout
+        return rollout.prompts_per_step * rollout.group_size * (lengths.mean + lengths.prompt_tokens)
+
+    def trained_tokens(self, config: Config) -> float:
+        """As `step_tokens`, with those that are used again."""
+        return self.step_tokens(config) * (1 + config.pipeline.reuse_groups / config.rollout.prompts_per_step)
+
+    @property
+    def context(self) -> float:
+        """Tokens of a sample while it is made, in the mean."""
+        return self.assumptions.lengths.prompt_tokens + self.assumptions.lengths.mean / 2
+
+    def load(self, config: Config, ranks: int) -> Load:
+        """The largest micro-batch of a rank."""
+        lengths = self.assumptions.lengths
+        tokens = micro_batch_tokens(config.learner, config.rollout, lengths.prompt_tokens)
+        return Load(
+            tokens,
+            int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens)),
+            ranks,
+            config.keeps_masks,
+            config.replay.mode != "none",
+            self.assumptions.other_gb,
+            rows=_rows(config.batch, config.rollout, tokens, lengths.prompt_tokens),
+            kept_ids=self.assumptions.kept_ids,
+        )
+
+    def train_s(self, model: Model, config: Config, cluster: Cluster, ranks: int, columns: float) -> float:
+        """Seconds of one training step: products, stages that wait, exchange. A measured speed has all of it."""
+        tokens, efficiency = self.trained_tokens(config), self.assumptions.efficiency
+        computing = train_seconds(model, self.hf, config, cluster.gpu, ranks, tokens, self.context, efficiency, columns)
+        if efficiency.learner_tokens_s is not None:
+            return computing
+        return computing + exchange_seconds(
+            model, self.hf, config, cluster.gpu, cluster.gpus, ranks, tokens * columns, efficiency
+        )
+
+    def fleet(self, model: Model, config: Config, cluster: Cluster, servers: Serving) -> SimulatedServers:
+        """The servers of a configuration, with their speed."""
+        efficiency, slots = self.assumptions.efficiency, config.rollout.server.max_running_requests
+        rate = cache(
+            decode_rate(
+                model, self.hf, cluster.gpu, servers.gpus, self.context, efficiency, slots, node_gpus=cluster.gpus
+            )
+        )
+        push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
+        return SimulatedServers(
+            servers.servers,
+            slots,
+            rate,
+            push_s,
+            slots * rate(slots) * 10,
+            float(config.rollout.concurrency),
+            efficiency.sharing,
+        )
+
+    def timeline(self, model: Model, config: Config, mode: Mode, fleet: SimulatedServers, train_s: float) -> Timeline:
+        """Simulated steps of a pipeline mode. Of many servers `SIMULATED` are, with their share of the samples.
+
+        Stale samples need more passes than the learner's own, whatever the speed was measured with: one for each older
+        version.
+        """
+        share = min(1.0, SIMULATED / fleet.servers)
+        samples = config.rollout.prompts_per_step * config.rollout.group_size
+        batches = self.assumptions.lengths.batches(STEPS, max(1, round(samples * share)))
+        few = replace(fleet, servers=round(fleet.servers * share), in_flight=max(1.0, fleet.in_flight * share))
+        operations = training_operations(model, self.hf, config, self.context)
+        changed = _with_pipeline(config, mode)
+        own, with_older = (training_operations(model, self.hf, changed, self.context, n) for n in (0.0, 1.0))
+        sends = config.sync.method == "distributed"
+        return simulate(
+            batches,
+            train_s * own / operations,
+            few,
+            mode.schedule(sends=sends),
+            train_s * (with_older - own) / operations,
+        )
+
+
+def build(config: Config, work: Work, cluster: Cluster) -> Plan:
     """The plan of a run.
 
     Args:
         config: of the run.
-        hf: config.json of its model.
+        work: model and lengths.
         cluster: the machine.
-        assumptions: and what replaces them.
-        where: config.json's place, for messages.
 
     Raises:
-        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters of
-            matrices that there are not.
+        ConfigError: a layout that cannot be, with the reason; no GPUs for one side; adapters of matrices that there are
+            not.
         CheckpointError: a model that is not supported.
     """
-    model = with_adapters(model_of(hf, where), hf, config.learner.lora, where)
+    model, hf, assumptions = work.model(config), work.hf, work.assumptions
     serve_gpus, ranks = cluster.split(config.rollout)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
-    samples = config.rollout.prompts_per_step * config.rollout.group_size
-    step_tokens = samples * (lengths.mean + lengths.prompt_tokens)
-    trained_tokens = step_tokens * (1 + config.pipeline.reuse_groups / config.rollout.prompts_per_step)
-    tokens = micro_batch_tokens(config.learner, config.rollout, lengths.prompt_tokens)
-    scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
-    keeps = config.keeps_masks
-    load = Load(
-        tokens,
-        scored,
-        ranks,
-        keeps,
-        config.replay.mode != "none",
-        assumptions.other_gb,
-        rows=_rows(config.batch, config.rollout, tokens, lengths.prompt_tokens),
-        kept_ids=assumptions.kept_ids,
-    )
-    room = cluster.gpu.memory_gb * 1e9
-    others = alternatives(config, model, hf, load, step_tokens, room, cluster.gpus)
-    layout = _judge_or_advise(config, model, hf, load, step_tokens, others)
-    servers = serving(config.rollout, model, hf, cluster, serve_gpus)
-    context = lengths.prompt_tokens + lengths.mean / 2
-    slots = config.rollout.server.max_running_requests
-    rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
-    push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
-    fleet = SimulatedServers(
-        servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency)
-    )
-    fleet = replace(fleet, sharing=efficiency.sharing)
+    layout = judge(config, model, hf, work.load(config, ranks), work.step_tokens(config))
+    held = layout.resident if config.rollout.colocate else 0.0
+    servers = serving(config.rollout, model, hf, cluster, serve_gpus, held)
+    fleet = work.fleet(model, config, cluster, servers)
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
-    batches = lengths.batches(STEPS, samples)
-    forwarded = [max(1, int(length + lengths.prompt_tokens)) for length in batches[0]]
+    samples = config.rollout.prompts_per_step * config.rollout.group_size
+    forwarded = [max(1, int(length + lengths.prompt_tokens)) for length in lengths.batches(1, samples)[0]]
     columns = columns_per_token(config.learner, config.batch, forwarded, ranks)
-    sends = config.sync.method == "distributed"
-    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency, columns)
-    operations = training_operations(model, hf, config, context)
-
-    def seconds(mode: Mode) -> tuple[float, float]:
-        """Of training a batch of the learner's own weights, and of each older version that sampled it.
-
-        Stale samples need more passes, whatever the speed was measured with.
-        """
-        own, with_older = (training_operations(model, hf, _with_pipeline(config, mode), context, n) for n in (0.0, 1.0))
-        return own_train * own / operations, own_train * (with_older - own) / operations
-
-    def simulated(mode: Mode, fleet: SimulatedServers) -> Timeline:
-        train_s, older_s = seconds(mode)
-        return simulate(batches, train_s, fleet, mode.schedule(sends=sends), older_s)
-
+    train_s = work.train_s(model, config, cluster, ranks, columns)
     own = Mode.of(config.pipeline, config.learner.minibatches)
-    others_too = () if config.rollout.colocate else MODES
-    modes = [Simulated(mode, simulated(mode, fleet), basis) for mode in dict.fromkeys((*others_too, own))]
+    others = () if config.rollout.colocate else MODES
+    modes = [
+        Simulated(mode, work.timeline(model, config, mode, fleet, train_s), basis)
+        for mode in dict.fromkeys((*others, own))
+    ]
+    full = fleet.slots * fleet.rate(fleet.slots)
     workers = provision(
         samples * lengths.mean,
-        slots * rate(slots),
-        own_train,
-        push_s,
+        full,
+        train_s,
+        fleet.push_s,
         own.staleness - own.push_every + 1,
-        lambda number: simulated(own, replace(fleet, servers=number)),
+        lambda number: work.timeline(model, config, own, replace(fleet, servers=number), train_s),
     )
     return Plan(
         config,
@@ -192,7 +254,6 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         ranks,
         servers,
         layout,
-        tuple(other for other in others if other.parallel != config.learner.parallel),
         _wire(
             hf,
             config.keeps_masks,
@@ -200,15 +261,15 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
             config.pipeline,
             config.replay,
             config.rollout,
-            step_tokens,
+            work.step_tokens(config),
             samples * lengths.mean,
             assumptions,
         ),
         tuple(modes),
         Figure(columns, "columns/token", weakest(lengths.basis, "given"), f"batch.layout={config.batch.layout}"),
-        Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
-        Figure(own_train, "s", efficiency.learner_basis, "one training step"),
-        Figure(push_s, "s", "assumed", "--load-gb-s"),
+        Figure(full, "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
+        Figure(train_s, "s", efficiency.learner_basis, "one training step"),
+        Figure(fleet.push_s, "s", "assumed", "--load-gb-s"),
         workers,
     )
 
@@ -221,22 +282,10 @@ def _rows(batch: BatchConfig, rollout: RolloutConfig, tokens: int, prompt_tokens
     return max(1, tokens // longest)
 
 
-def _judge_or_advise(
-    config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float, others: list[Judged]
-) -> Judged:
-    try:
-        return judge(config, model, hf, load, step_tokens)
-    except ConfigError as error:
-        own = config.learner.parallel
-        advice = f"These fit: {'; '.join(lines(other, own) for other in others[:3])}." if others else error.fix
-        raise ConfigError(error.what, where=error.where, got=error.got, expected=error.expected, fix=advice) from error
-
-
-def lines(judged: Judged, own: ParallelConfig) -> str:
-    """A layout as overrides of a configuration whose layout is `own`."""
-    sizes, before, default = (parallel.model_dump() for parallel in (judged.parallel, own, ParallelConfig()))
-    changed = {name: size for name, size in sizes.items() if (size, size) != (before[name], default[name])}
-    return " ".join(f"learner.parallel.{name}={_word(size)}" for name, size in changed.items()) or "learner.parallel={}"
+def overrides(config: Config, before: Config) -> list[str]:
+    """`config` as overrides of `before`."""
+    own, given = flatten(config.dump()), flatten(before.dump())
+    return [f"{key}={_word(value)}" for key, value in own.items() if key not in given or value != given[key]]
 
 
 def _word(value: object) -> str:

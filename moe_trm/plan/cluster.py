@@ -62,7 +62,7 @@ class Serving:
     Attributes:
         gpus: of one server.
         servers: their number.
-        bytes_per_gpu: weights and cache.
+        bytes_per_gpu: weights and cache, and what a learner keeps there.
         fits: within `SERVER_SHARE` of a GPU.
         smallest_gpus: fewest GPUs (a power of two) whose memory holds weights and cache; None: more than there are.
     """
@@ -74,15 +74,18 @@ class Serving:
     smallest_gpus: int | None
 
 
-def serving(rollout: RolloutConfig, model: Model, hf: Mapping[str, Any], cluster: Cluster, gpus: int) -> Serving:
+def serving(
+    rollout: RolloutConfig, model: Model, hf: Mapping[str, Any], cluster: Cluster, gpus: int, held: float = 0.0
+) -> Serving:
     """The servers on `gpus` GPUs, with `rollout.server.max_total_tokens` of cache each.
 
     The engine holds 16-bit weights without the MTP layers; experts, attention and vocabulary are shared by its GPUs.
+    `held`: bytes that a learner keeps on the same GPU meanwhile.
     """
     server = rollout.server
 
     def needed(size: int) -> float:
-        return 2 * model.total() / size + server.max_total_tokens * cache_bytes(hf, size)
+        return held + 2 * model.total() / size + server.max_total_tokens * cache_bytes(hf, size)
 
     room = SERVER_SHARE * cluster.gpu.memory_gb * 1e9
     sizes = [2**power for power in range(gpus.bit_length())]

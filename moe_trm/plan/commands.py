@@ -1,4 +1,4 @@
-"""`moe-trm plan CONFIG`: memory, bytes and seconds of a run before any GPU is taken."""
+"""`moe-trm plan [CONFIG]`: the best plans for a machine; memory, bytes and seconds of one, before any GPU is taken."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moe_trm import models
 from moe_trm.config.load import load
-from moe_trm.config.schema import ModelConfig, RolloutConfig
+from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.plan.build import Assumptions, build
+from moe_trm.plan.build import Assumptions, Work, build, overrides
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
 from moe_trm.plan.lengths import Lengths, log_normal, recorded
+from moe_trm.plan.search import search
 from moe_trm.plan.speed import Efficiency
-from moe_trm.plan.text import as_data, page
+from moe_trm.plan.text import as_data, page, proposals
 
 SIGMA = 0.8
+CHOSEN = ("batch", "learner", "optimizer", "pipeline", "rollout", "sync")
+"""Sections of the configuration that a plan without one writes."""
+WORKLOAD = Path(__file__).with_name("workload.yaml")
+PUBLISHED = Path(models.__file__).with_name("published")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `moe-trm plan`."""
-    parser.add_argument("config", help="YAML configuration")
+    parser.add_argument("config", nargs="?", help="YAML configuration (default: the workload of moe_trm/plan)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as learner.dtype=...")
     parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of a node (default: 8)")
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)} (default: h100)")
-    parser.add_argument("--server-nodes", type=int, default=1, help="nodes that serve, as of launch/slurm.sh")
-    parser.add_argument("--hf-config", type=Path, metavar="FILE", help="config.json, where the checkpoint is not here")
+    parser.add_argument("--server-nodes", type=int, help="nodes that serve (default: searched; of CONFIG itself, 1)")
+    parser.add_argument(
+        "--hf-config", metavar="FILE", help=f"config.json where the checkpoint is not here, or {', '.join(published())}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     for option, help_text in (
         ("memory-gb", "GB of a GPU, in place of its data sheet"),
@@ -42,8 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=_positive, help=help_text)
     for option, default, help_text in (
         ("decode-bandwidth", Efficiency.decode_bandwidth, "share of bandwidth and products that decoding reaches"),
-        ("mfu", Efficiency.train_flops, "share of products that training reaches"),
+        ("mfu", Efficiency.train_flops, "share of products that training reaches, exchange and waiting left out"),
         ("load-gb-s", Efficiency.load_gb_s, "GB per second of a weight push"),
+        ("node-gb-s", Efficiency.node_gb_s, "GB per second of a GPU to other nodes"),
+        ("host-gb-s", Efficiency.host_gb_s, "GB per second of a rank's optimizer on the host"),
         ("other-gb", 4.0, "GB of a rank for CUDA, NCCL and the allocator"),
         ("kept-ids", 3.3, "mean ids of a sampling mask"),
         ("prompt-tokens", 512.0, "mean tokens of a prompt"),
@@ -61,11 +71,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when learner and servers fit their memory, 1 otherwise."""
+    """0 when the configuration fits its memory, or without one, when some plan does; 1 otherwise."""
     gpu = gpu_of(args.gpu)
-    config = load(args.config, args.overrides)
+    has_file = args.config is not None and "=" not in args.config
+    given = [] if has_file or args.config is None else [args.config]
+    config = load(args.config if has_file else WORKLOAD, [*given, *args.overrides])
     hf, where = _hf_config(config.model, args.hf_config)
-    if args.nodes < 1 or args.gpus < 1 or args.server_nodes < 1:
+    if args.nodes < 1 or args.gpus < 1 or (args.server_nodes or 1) < 1:
         raise ConfigError(
             "no such machine",
             where="--nodes, --gpus, --server-nodes",
@@ -74,17 +86,38 @@ def run(args: argparse.Namespace) -> int:
         )
     own = {"memory_gb": args.memory_gb, "bandwidth_gb_s": args.bandwidth_gb_s, "tflops": args.tflops}
     gpu = replace(gpu, **{name: value for name, value in own.items() if value is not None})
-    cluster = Cluster(args.nodes, args.gpus, gpu, args.server_nodes)
-    plan = build(config, hf, cluster, _assumptions(args, config.rollout), where)
-    print(page(plan))
+    cluster = Cluster(args.nodes, args.gpus, gpu, args.server_nodes or 1)
+    work = Work(hf, _assumptions(args, config.rollout), where)
+    found = search(config, work, cluster, args.server_nodes)
+    before = (
+        config
+        if has_file
+        else config.model_copy(update={name: getattr(Config(model=config.model), name) for name in CHOSEN})
+    )
+    print(proposals(found, before))
+    plan = build(config, work, cluster) if has_file else next(iter(found.plans), None)
+    if plan is not None:
+        print(f"\n{'the configuration as it is' if has_file else 'plan 1'}\n\n{page(plan)}")
     if args.json:
-        args.json.write_text(json.dumps(as_data(plan), indent=2) + "\n", encoding="utf-8")
-    return 0 if plan.fits else 1
+        data = {
+            **(as_data(plan) if plan else {"fits": False}),
+            "why": found.why,
+            "proposals": [{**as_data(one), "settings": overrides(one.config, before)} for one in found.plans],
+        }
+        args.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return 0 if plan is not None and plan.fits else 1
 
 
 def _assumptions(args: argparse.Namespace, rollout: RolloutConfig) -> Assumptions:
     efficiency = Efficiency(
-        args.decode_bandwidth, args.mfu, args.load_gb_s, args.rollout_tokens_s, args.learner_tokens_s, args.sharing
+        args.decode_bandwidth,
+        args.mfu,
+        args.load_gb_s,
+        args.node_gb_s,
+        args.host_gb_s,
+        args.rollout_tokens_s,
+        args.learner_tokens_s,
+        args.sharing,
     )
     return Assumptions(efficiency, _lengths(args, rollout), args.kept_ids, args.other_gb)
 
@@ -96,9 +129,10 @@ def _lengths(args: argparse.Namespace, rollout: RolloutConfig) -> Lengths:
     return log_normal(args.median_tokens or max(1.0, longest / 4), args.sigma, longest, args.prompt_tokens)
 
 
-def _hf_config(model: ModelConfig, file: Path | None) -> tuple[dict[str, Any], str]:
-    if file is None:
+def _hf_config(model: ModelConfig, name: str | None) -> tuple[dict[str, Any], str]:
+    if name is None:
         return read_hf_config(model.checkpoint), f"{model.checkpoint}/config.json"
+    file = PUBLISHED / f"{name}.json" if name in published() else Path(name)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -108,13 +142,19 @@ def _hf_config(model: ModelConfig, file: Path | None) -> tuple[dict[str, Any], s
     return data, str(file)
 
 
+def published() -> list[str]:
+    """Names of models whose config.json is here."""
+    return sorted(file.stem for file in PUBLISHED.glob("*.json"))
+
+
 def _unreadable(file: Path, got: str) -> CheckpointError:
     return CheckpointError(
         "config.json cannot be read",
         where="--hf-config",
         got=got,
         expected="a JSON object",
-        fix=f"Check {file}, or leave --hf-config out to read that of model.checkpoint.",
+        fix=f"Check {file}, name one of {', '.join(published())}, or leave --hf-config out to read that of "
+        "model.checkpoint.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Data-sheet values of GPUs: memory, bandwidth, dense bfloat16 products."""
+"""Data-sheet values of GPUs: memory, bandwidth, dense bfloat16 products, links."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ class Gpu:
         memory_gb: 10^9 bytes.
         bandwidth_gb_s: memory bandwidth, 10^9 bytes per second.
         tflops: dense bfloat16 products, 10^12 operations per second, without sparsity.
+        link_gb_s: to the other GPUs of its node, 10^9 bytes per second in one direction.
     """
 
     memory_gb: float
     bandwidth_gb_s: float
     tflops: float
+    link_gb_s: float
 
 
 GPUS = {
-    "a100-40": Gpu(40, 1555, 312),
-    "a100": Gpu(80, 2039, 312),
-    "h100": Gpu(80, 3350, 989),
-    "h200": Gpu(141, 4800, 989),
-    "b200": Gpu(180, 8000, 2250),
+    "a100-40": Gpu(40, 1555, 312, 300),
+    "a100": Gpu(80, 2039, 312, 300),
+    "h100": Gpu(80, 3350, 989, 450),
+    "h200": Gpu(141, 4800, 989, 450),
+    "b200": Gpu(180, 8000, 2250, 900),
 }
 """By name: NVIDIA's SXM modules."""
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
-from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
+from moe_trm.learner.megatron.stages import virtual_stages
 from moe_trm.models.hf_config import moe_layers
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
 from moe_trm.plan.merged import merged_bytes
 from moe_trm.plan.parameters import NO_ADAPTERS, Adapted, Model, Part
+from moe_trm.plan.speed import layers_of
 
 TILE_BYTES: Mapping[Kernels, int] = {"fused": 4 * 2**27, "plain": 4 * 2**21, "plain packed": 4 * 2**21}
 """The tile of logits on CUDA and on a CPU (`moe_trm/sampling_mask/dense.py`)."""
@@ -72,20 +72,10 @@ class Load:
     kept_ids: float = 3.3
 
 
-def stage_layers(model: Model, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """Numbers of the layers of each pipeline rank; virtual stages take turns."""
-    return list(_layers_of(parallel, len(model.layers)))
-
-
-@lru_cache(maxsize=64)
-def _layers_of(parallel: ParallelConfig, number: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(layers_by_rank(parallel, number))
-
-
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of a rank of this pipeline stage: outside the experts, and of experts."""
     last = parallel.pipeline - 1
-    parts = [part for layer in stage_layers(model, parallel)[stage] for part in model.layers[layer]]
+    parts = [part for layer in layers_of(parallel, len(model.layers))[stage] for part in model.layers[layer]]
     if stage == 0:
         parts.append(model.embedding)
     if stage == last:
@@ -96,7 +86,7 @@ def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[i
 
 def rank_factors(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of adapters of a rank of this pipeline stage: outside the experts, and of experts."""
-    layers = stage_layers(model, parallel)[stage]
+    layers = layers_of(parallel, len(model.layers))[stage]
     return _sums([part for layer in layers for part in model.adapter(layer).factors], parallel)
 
 
@@ -140,7 +130,7 @@ def stage_memory(
     trained = sum(factors if learner.lora.rank else elements)
     state = 0 if learner.offload_optimizer else 8 if size == 4 else 12
     local = load.tokens / parallel.context
-    layers = stage_layers(model, parallel)[stage]
+    layers = layers_of(parallel, len(model.layers))[stage]
     flight = in_flight(parallel, stage, load.micro_batches)
     is_last = stage == parallel.pipeline - 1
     head = head_bytes(hf, learner, load, kernels) if is_last else 0.0

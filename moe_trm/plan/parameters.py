@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from moe_trm.errors import CheckpointError
@@ -92,11 +93,11 @@ class Model:
 
     def total(self, without: Iterable[Kind] = ()) -> int:
         """Parameters, MTP layers left out."""
-        return sum(part.elements for part in self.parts if part.kind not in without)
+        return sum(total for kind, (total, _) in self.by_kind.items() if kind not in without)
 
     def active(self, without: Iterable[Kind] = ()) -> int:
         """Parameters that one token meets. The embedding counts whole, as most publishers count."""
-        return sum(part.active for part in self.parts if part.kind not in without)
+        return sum(active for kind, (_, active) in self.by_kind.items() if kind not in without)
 
     def adapter(self, layer: int) -> Adapted:
         """Adapters of a decoder layer."""
@@ -117,6 +118,7 @@ class Model:
         """Parameters of the MTP layers that one token meets."""
         return sum(part.active for part in self.prediction)
 
+    @cached_property
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """Total and active parameters of each kind that the model has."""
         found = {kind: [part for part in self.parts if part.kind == kind] for kind in KINDS}

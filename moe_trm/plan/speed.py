@@ -1,23 +1,28 @@
 """Tokens per second of servers and learner by a roofline, or as measured.
 
 Decoding reads the weights of every expert that some request chose, and each request's keys and values. Training costs
-6 operations for each active parameter and token, full recomputation 2 more, a pass of log-probs 2.
+6 operations for each active parameter and token, recomputation up to 2 more, a pass of log-probs 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from moe_trm.config.anchor_passes import scores_every_minibatch
-from moe_trm.config.schema import Config, LearnerConfig, RolloutConfig
+from moe_trm.config.schema import Config, LearnerConfig, ParallelConfig, RolloutConfig
 from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import num_experts
 from moe_trm.plan.columns import data_ranks
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.gpus import Gpu
+from moe_trm.plan.merged import FEED_FORWARD
 from moe_trm.plan.parameters import Model
+
+LATENCY_S = 1e-5
+"""Seconds of a sum over the GPUs of a server within a node."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +31,20 @@ class Efficiency:
 
     Attributes:
         decode_bandwidth: of memory bandwidth while decoding.
-        train_flops: of dense products while training (MFU).
+        train_flops: of dense products while training computes; waiting and exchange come on top.
         load_gb_s: 10^9 bytes per second of weights into the servers.
+        node_gb_s: 10^9 bytes per second of a GPU to and from other nodes.
+        host_gb_s: 10^9 bytes per second of a rank's optimizer on the host.
         rollout_tokens_s: of one full server, measured; None: roofline.
         learner_tokens_s: of all learner ranks, measured with the run's own settings; None: from operations.
         sharing: speed of servers and learner while both compute, as a share of their speed alone.
     """
 
     decode_bandwidth: float = 0.5
-    train_flops: float = 0.25
+    train_flops: float = 0.35
     load_gb_s: float = 20.0
+    node_gb_s: float = 50.0
+    host_gb_s: float = 20.0
     rollout_tokens_s: float | None = None
     learner_tokens_s: float | None = None
     sharing: float = 1.0
@@ -62,23 +71,32 @@ def cache_bytes(hf: Mapping[str, Any], gpus: int) -> float:
 
 
 def decode_rate(
-    model: Model, hf: Mapping[str, Any], gpu: Gpu, gpus: int, context: float, efficiency: Efficiency, slots: int
+    model: Model,
+    hf: Mapping[str, Any],
+    gpu: Gpu,
+    gpus: int,
+    context: float,
+    efficiency: Efficiency,
+    slots: int,
+    node_gpus: int = 8,
 ) -> Callable[[int], float]:
     """Tokens per second of one of `n` requests on a server of `gpus` GPUs, `context` tokens long in the mean.
 
-    Experts that n requests touch: E (1 - (1 - K/E)^n), as if they were chosen evenly. A measured speed scales the whole
-    curve, so that `slots` requests together reach it.
+    Experts that n requests touch: E (1 - (1 - K/E)^n), as if they were chosen evenly. Several GPUs sum twice a layer,
+    which takes `LATENCY_S`, beyond a node four times as long. A measured speed scales the whole curve, so that `slots`
+    requests together reach it.
     """
     experts, top_k = num_experts(hf), int(hf.get("num_experts_per_tok") or 0)
-    routed, others = model.by_kind().get("experts", (0, 0))[0], model.total(("embedding", "experts"))
+    routed, others = model.by_kind.get("experts", (0, 0))[0], model.total(("embedding", "experts"))
     cache = cache_bytes(hf, gpus) * context
+    summing = 2 * len(model.layers) * LATENCY_S * (0 if gpus == 1 else 1 if gpus <= node_gpus else 4)
 
     def roofline(n: int) -> float:
         touched = routed * (1 - (1 - top_k / experts) ** n) if experts else 0.0
         moved = 2 * (others + touched) / gpus + n * cache
         reading = moved / (gpu.bandwidth_gb_s * 1e9 * efficiency.decode_bandwidth)
         computing = 2 * model.active(("embedding",)) * n / gpus / (gpu.tflops * 1e12 * efficiency.decode_bandwidth)
-        return 1 / max(reading, computing)
+        return 1 / (max(reading, computing) + summing)
 
     measured = efficiency.rollout_tokens_s
     scale = 1.0 if measured is None else measured / (slots * roofline(slots))
@@ -120,12 +138,20 @@ def training_operations(
         columns = 2 * int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
     attention = 2 * int(hf["num_hidden_layers"]) * int(hf["num_attention_heads"]) * columns * context / 2
     forward = 2 * model.active(("embedding",)) + attention
-    return forward * (learner.epochs * (3 + (learner.recompute == "full")) + anchor_passes(config, older))
+    inside = 2 * sum(active for kind, (_, active) in model.by_kind.items() if kind in FEED_FORWARD)
+    again = {"none": 0.0, "selective": inside, "full": forward}[learner.recompute]
+    return forward * (3 * learner.epochs + anchor_passes(config, older)) + again * learner.epochs
 
 
 def micro_batches(learner: LearnerConfig, rollout: RolloutConfig, tokens: float, world: int) -> float:
     """Micro-batches of a rank in a minibatch of a step of `tokens` tokens."""
     return max(1.0, tokens / learner.minibatches / data_ranks(learner, world) / micro_batch_tokens(learner, rollout, 0))
+
+
+@lru_cache(maxsize=1024)
+def layers_of(parallel: ParallelConfig, number: int) -> tuple[tuple[int, ...], ...]:
+    """Numbers of the layers of each pipeline rank; virtual stages take turns."""
+    return tuple(layers_by_rank(parallel, number))
 
 
 def bubble(learner: LearnerConfig, rollout: RolloutConfig, num_layers: int, tokens: float, world: int) -> float:
@@ -137,7 +163,7 @@ def bubble(learner: LearnerConfig, rollout: RolloutConfig, num_layers: int, toke
     if parallel.pipeline == 1 or learner.backend != "megatron":
         return 0.0
     chunks = (virtual_stages(parallel) or 1) * micro_batches(learner, rollout, tokens, world)
-    largest = max(len(layers) for layers in layers_by_rank(parallel, num_layers))
+    largest = max(len(layers) for layers in layers_of(parallel, num_layers))
     return 1 - chunks / (chunks + parallel.pipeline - 1) * num_layers / (parallel.pipeline * largest)
 
 
@@ -162,10 +188,13 @@ def train_seconds(
 ) -> float:
     """Seconds of training one batch of `tokens` tokens, prompts included, on `world` ranks.
 
-    `columns` are computed for each of them (`moe_trm/plan/columns.py`); a measured speed has them in it.
+    `columns` are computed for each of them (`moe_trm/plan/columns.py`); a measured speed has them in it. A minibatch
+    takes as long as the rank with the longest answer, which may be more than its share.
     """
     if efficiency.learner_tokens_s is not None:
         return tokens / efficiency.learner_tokens_s
     speed = world * gpu.tflops * 1e12 * efficiency.train_flops
-    busy = tokens * columns * training_operations(model, hf, config, context) / speed
+    share = tokens / config.learner.minibatches / data_ranks(config.learner, world)
+    longest = max(1.0, (config.rollout.max_tokens or config.rollout.max_new_tokens) / share)
+    busy = longest * tokens * columns * training_operations(model, hf, config, context) / speed
     return busy / (1 - bubble(config.learner, config.rollout, len(model.layers), tokens, world))

@@ -7,31 +7,62 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moe_trm.plan.build import Plan, Simulated, lines
+from moe_trm.config.schema import Config
+from moe_trm.plan.build import Plan, overrides
 from moe_trm.plan.candidates import Judged
 from moe_trm.plan.cluster import SERVER_SHARE
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import keeps_scores
 from moe_trm.plan.memory import BASES
+from moe_trm.plan.search import Found
 
 WIDTH = 80
-SHOWN = 3
-"""Other layouts that are shown."""
-NEAR = 0.02
-"""Share of a step's time that younger samples may cost."""
 
 
 def page(plan: Plan) -> str:
     """The whole plan for a terminal."""
-    parts = (_parameters, _memory, _others, _wire, _serving, _modes, _verdict, _assumptions)
+    parts = (_parameters, _memory, _wire, _serving, _modes, _verdict, _assumptions)
     return "\n\n".join("\n".join(part(plan)) for part in parts)
+
+
+def proposals(found: Found, before: Config) -> str:
+    """The best plans for a terminal: seconds of a step, what binds each, and overrides of `before`."""
+    if not found.plans:
+        return "\n".join(textwrap.wrap(found.why, WIDTH))
+    return "\n\n".join("\n".join(_proposal(rank, plan, before)) for rank, plan in enumerate(found.plans, 1))
+
+
+def _proposal(rank: int, plan: Plan, before: Config) -> Iterator[str]:
+    serving, layout, learner = plan.serving, plan.layout, plan.config.learner
+    sizes = plan.layout.parallel
+    names = ("tensor", "pipeline", "context", "expert")
+    shape = ", ".join(f"{name} {getattr(sizes, name)}" for name in names if getattr(sizes, name) > 1) or "data parallel"
+    where = "all GPUs serve and train" if plan.config.rollout.colocate else f"{plan.ranks} GPUs train"
+    text = (
+        f"{rank}. {_seconds(plan.configured.timeline.step_s)} a step. {where}: {shape}; layers {layout.spread}, "
+        f"recompute {learner.recompute}{', optimizer on the host' if learner.offload_optimizer else ''}. "
+        f"{serving.servers} server(s) of {serving.gpus} GPU(s)."
+    )
+    yield from textwrap.wrap(text, WIDTH, subsequent_indent="   ")
+    binds = f"binds: {bottleneck(plan)} {_gb(layout.total).strip()} of {_gb(plan.room).strip()} on a learner rank, "
+    binds += f"{_gb(serving.bytes_per_gpu).strip()} on a server's GPU"
+    if plan.host_bytes:
+        binds += f", {_gb(plan.host_bytes * min(plan.ranks, plan.cluster.gpus)).strip()} on a node's host"
+    yield from textwrap.wrap(f"{binds}.", WIDTH, initial_indent="   ", subsequent_indent="   ")
+    if serving.gpus > plan.cluster.gpus:
+        several = (
+            "a server over several nodes is started by hand, with SGLang's --nnodes, and named in rollout.urls "
+            "(docs/planning.md)"
+        )
+        yield from textwrap.wrap(several, WIDTH, initial_indent="   ", subsequent_indent="   ")
+    yield from (f"     {line}" for line in overrides(plan.config, before))
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """The whole plan for programs. Bytes, seconds and shares; every section says what it rests on."""
     kinds = {
         kind: {"total": total, "active": active, "basis": "given"}
-        for kind, (total, active) in plan.model.by_kind().items()
+        for kind, (total, active) in plan.model.by_kind.items()
     }
     timelines = [
         {
@@ -60,7 +91,6 @@ def as_data(plan: Plan) -> dict[str, Any]:
         },
         "layout": _layout_data(plan.layout),
         "host_bytes": {"value": plan.host_bytes, "basis": "given"},
-        "other_layouts": [_layout_data(other) for other in plan.others],
         "wire_bytes": {
             name: {"value": figure.value, "basis": figure.basis, "note": figure.note}
             for name, figure in plan.wire.items()
@@ -89,7 +119,6 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "basis": plan.modes[0].basis,
         },
         "bottleneck": bottleneck(plan),
-        "settings": settings(plan),
         "assumptions": [{"option": option, "value": value, "meaning": text} for option, value, text in assumed(plan)],
     }
 
@@ -108,7 +137,7 @@ def _layout_data(judged: Judged) -> dict[str, Any]:
 def _parameters(plan: Plan) -> Iterator[str]:
     model = plan.model
     yield f"{'parameters':<16}{'total':>10}{'per token':>12}   given"
-    for kind, (total, active) in model.by_kind().items():
+    for kind, (total, active) in model.by_kind.items():
         yield f"  {kind:<14}{_count(total):>10}{_count(active):>12}"
     yield f"  {'all':<14}{_count(model.total()):>10}{_count(model.active()):>12}"
     if model.adapters:
@@ -127,23 +156,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  {'all':<14}{_gb(layout.total):>10}   of {_gb(plan.room).strip()}: {room}"
     if plan.host_bytes:
         limit = plan.config.pipeline.snapshot_gib * 2**30
+        if plan.config.learner.offload_optimizer:
+            yield f"  {'host':<14}{_gb(plan.host_bytes):>10}   given: optimizer, older weights; pinned: up to twice"
+            return
         verdict = "fits" if plan.host_bytes <= limit else "OVER pipeline.snapshot_gib"
         yield f"  {'host':<14}{_gb(plan.host_bytes):>10}   given: older weights, {verdict}"
-
-
-def _others(plan: Plan) -> Iterator[str]:
-    if plan.config.learner.backend == "deepspeed":
-        yield "other layouts: learner.deepspeed.zero_stage=1, 2 or 3"
-        return
-    yield f"other layouts that fit ({len(plan.others)}); memory assumed"
-    yield f"  {'tensor':>6}{'pipeline':>9}{'layers':>8}{'context':>8}{'expert':>7}{'memory':>11}{'waiting':>9}"
-    for other in plan.others[:SHOWN]:
-        sizes = other.parallel
-        waits = f"{other.waiting:.0%}"
-        yield (
-            f"  {sizes.tensor:>6}{sizes.pipeline:>9}{other.spread:>8}{sizes.context:>8}{sizes.expert:>7}"
-            f"{_gb(other.total):>11}{waits:>9}"
-        )
 
 
 def _wire(plan: Plan) -> Iterator[str]:
@@ -196,64 +213,21 @@ def provisioned(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> Iterator[str]:
     yield from textwrap.wrap(f"bottleneck: {bottleneck(plan)}", WIDTH, subsequent_indent="  ")
-    yield "settings to paste:"
-    yield from (f"  {line}" for line in settings(plan))
 
 
 def bottleneck(plan: Plan) -> str:
-    """The first change to make, in a sentence."""
+    """The part that binds, in a sentence."""
     if plan.layout.total > plan.room:
         kind = max(plan.layout.memory, key=lambda name: plan.layout.memory[name])
-        return f"memory of the learner, most of it {kind}. {_advice(plan)}"
+        return f"memory of the learner, most of it {kind}."
     if not plan.serving.fits:
         return "memory of the servers: raise rollout.server.tensor_parallel or lower rollout.server.max_total_tokens."
     line = plan.configured.timeline
+    if plan.config.rollout.colocate:
+        return f"servers and learner take turns: the learner trains {1 - line.learner_idle:.0%} of the time."
     if line.learner_idle > line.server_idle:
-        return (
-            f"the servers: the learner waits {line.learner_idle:.0%} of the time. Give them more GPUs "
-            "(SERVER_NODES of launch/slurm.sh, --server-nodes here) or more requests at once."
-        )
-    return f"the learner: the servers wait {line.server_idle:.0%} of the time. Give it more GPUs."
-
-
-def _advice(plan: Plan) -> str:
-    if plan.others:
-        return "The settings below fit."
-    if plan.config.learner.recompute != "full":
-        return "No other layout fits either: try learner.recompute=full."
-    return "No other layout fits either: take more nodes or a smaller learner.micro_batch_tokens."
-
-
-def settings(plan: Plan) -> list[str]:
-    """Overrides of the best layout that fits and of the fastest pipeline mode."""
-    layout = plan.layout if plan.layout.total <= plan.room or not plan.others else plan.others[0]
-    found = lines(layout, plan.config.learner.parallel).split()
-    if plan.serving.smallest_gpus and not plan.serving.fits:
-        found.append(f"rollout.server.tensor_parallel={plan.serving.smallest_gpus}")
-    return [*found, *_mode_settings(plan, chosen_mode(plan))]
-
-
-def chosen_mode(plan: Plan) -> Simulated:
-    """The mode with the youngest samples among those within `NEAR` of the fastest."""
-    fastest = min(mode.timeline.step_s for mode in plan.modes)
-    near = (mode for mode in plan.modes if mode.timeline.step_s <= fastest * (1 + NEAR))
-    return min(near, key=lambda found: (found.mode.staleness, found.timeline.step_s))
-
-
-def _mode_settings(plan: Plan, fastest: Simulated) -> list[str]:
-    mode = fastest.mode
-    found = [f"pipeline.mode={mode.mode}", f"pipeline.max_staleness={mode.staleness}"]
-    found.append(f"pipeline.partial={mode.partial}")
-    own = plan.config.pipeline
-    if (mode.push_every, own.push_every) != (1, 1):
-        found.append(f"pipeline.push_every={mode.push_every}")
-    if mode.rolling or own.rolling_push:
-        found.append(f"pipeline.rolling_push={str(mode.rolling).lower()}")
-    if mode.parts > 1 or own.stream:
-        found.append(f"pipeline.stream={str(mode.parts > 1).lower()}")
-    if mode.partial == "interrupt" and plan.config.sync.method == "distributed":
-        found.append("sync.method=disk")
-    return found
+        return f"the servers: the learner waits {line.learner_idle:.0%} of the time."
+    return f"the learner: the servers wait {line.server_idle:.0%} of the time."
 
 
 def assumed(plan: Plan) -> list[tuple[str, str, str]]:
@@ -273,7 +247,10 @@ def assumed(plan: Plan) -> list[tuple[str, str, str]]:
         share = f"{efficiency.decode_bandwidth:g} of {gpu.bandwidth_gb_s:g} GB/s"
         found.append(("--rollout-tokens-s", share, "speed of a server, by a roofline"))
     if efficiency.learner_tokens_s is None:
-        share = f"{efficiency.train_flops:g} of {gpu.tflops:g} TFLOPS"
+        found.append(("--node-gb-s", f"{efficiency.node_gb_s:g}", "of a GPU to other nodes"))
+        if plan.config.learner.offload_optimizer:
+            found.append(("--host-gb-s", f"{efficiency.host_gb_s:g}", "of a rank's optimizer on the host"))
+        share = f"{efficiency.train_flops:g} of {gpu.tflops:g} TFLOPS (public runs on H100: 0.19 to 0.28 with exchange)"
         found.append(("--learner-tokens-s", share, "speed of the learner, by operations"))
     return found
 

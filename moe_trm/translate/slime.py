@@ -155,7 +155,10 @@ def _micro_batches(draft: Draft) -> None:
         value = integer(draft, "max-tokens-per-gpu")
         if value is None:
             raise NeedsDecisionError("use-dynamic-batch-size", "--max-tokens-per-gpu is not given")
-        draft.put("learner.micro_batch_tokens", value, "max-tokens-per-gpu", "use-dynamic-batch-size")
+        # Ranks that share sequences have one budget together there; whole sequences are counted here.
+        context = integer(draft, "context-parallel-size") or 1
+        keys = ("max-tokens-per-gpu", "use-dynamic-batch-size", "context-parallel-size")
+        draft.put("learner.micro_batch_tokens", value * context, *(keys if context > 1 else keys[:2]))
         draft.miss("micro-batch-size", "no effect with --use-dynamic-batch-size")
     else:
         draft.read("learner.micro_batch_rows", integer, "micro-batch-size")

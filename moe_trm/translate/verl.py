@@ -155,7 +155,11 @@ def _micro_batches(draft: Draft) -> None:
         f"{ACTOR}.{name}" for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
     )
     if switch(draft, dynamic):
-        draft.put("learner.micro_batch_tokens", integer(draft, budget), budget, dynamic)
+        # Ranks that share sequences have one budget together there; whole sequences are counted here.
+        shared = f"{MEGATRON}.context_parallel_size"
+        tokens, context = integer(draft, budget), integer(draft, shared) or 1
+        keys = (budget, dynamic, shared) if context > 1 else (budget, dynamic)
+        draft.put("learner.micro_batch_tokens", None if tokens is None else tokens * context, *keys)
     elif (value := integer(draft, rows)) is not None:
         draft.put("learner.micro_batch_rows", value, rows, dynamic)
     else:

@@ -57,7 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="bundle folder (record.bundle), folder of a run that recorded one, or a dump of slime, miles or verl",
     )
     parser.add_argument("--sweep", metavar="RULE.THRESHOLD=LOW:HIGH[:N]", help=f"a threshold over a range: {EXAMPLE}")
-    parser.add_argument("--picture", type=Path, help="SVG of the sweep's curve (default: whatif-RULE.THRESHOLD.svg)")
+    parser.add_argument(
+        "--picture", type=Path, help="SVG of the sweep's curve (default: RECORDING/whatif-RULE.THRESHOLD.svg)"
+    )
     parser.add_argument(
         "--rules", action="append", metavar="YAML", help="as correction.rules; may be given several times"
     )
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     print(table(recording, outcomes, shutil.get_terminal_size().columns, sga=args.sga))
     if sweep is not None:
         swept = outcomes[-len(sweep.values) :]
-        drawn = args.picture or Path(f"whatif-{Path(sweep.rule).name.replace(':', '.')}.{sweep.threshold}.svg")
+        name = f"whatif-{Path(sweep.rule).name.replace(':', '.')}.{sweep.threshold}.svg"
+        drawn = args.picture or (args.recording if args.recording.is_dir() else args.recording.parent) / name
         drawn.write_text(picture(sweep, swept), encoding="utf-8")
         print(f"\n{bars(sweep, swept)}\n\n{sweep.telling(recording.config)}; picture: {drawn}")
     if args.json:
@@ -169,7 +172,10 @@ def _cell(value: float | None) -> str:
     """A figure of at most seven characters, or a dash."""
     if value is None:
         return "-"
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.1e}"
+    if abs(value) < 1e4:
+        return f"{value:.4f}" if abs(value) < 9.99 else f"{value:.4g}"
+    text = f"{value:.1e}"
+    return text if len(text) < CELL else f"{value:.0e}"
 
 
 def _judge(candidate: Candidate, recording: Recording) -> RuleOutcome:

@@ -173,8 +173,8 @@ class LearnerConfig(Section):
     """Shard optimizer state over data-parallel ranks."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory and step there: slower, for models that do not fit otherwise. On
-    Megatron-Core its hybrid Adam, with float32 weights, moments and gradients in pinned memory. Without CUDA it changes
-    nothing."""
+    Megatron-Core by its hybrid Adam, with float32 weights, moments and gradients in pinned memory. Without CUDA it
+    changes nothing."""
     round_like_rollout: bool = False
     """Every pass computes with the weights as a push rounds them: `rollout.fake_quantization`, then the cast to
     `rollout.server.dtype`. Gradients are those at the rounded weights, and change the exact ones (straight-through). So

@@ -24,7 +24,7 @@ LARGE = [
 
 def config_of(name: str, model: str, tmp_path: Path, *overrides: str) -> Config:
     """A shipped configuration, its checkpoint a folder that has config.json alone."""
-    shutil.copy(ROOT / "tests" / "data" / "models" / f"{model}.json", tmp_path / "config.json")
+    shutil.copy(ROOT / "moe_trm" / "models" / "published" / f"{model}.json", tmp_path / "config.json")
     return resolve(ROOT / "configs" / f"{name}.yaml", [f"model.checkpoint={tmp_path}", *overrides]).config
 
 

@@ -12,7 +12,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.packed import check_packed
 
-MODELS = Path(__file__).parents[2] / "data" / "models"
+MODELS = Path(__file__).parents[3] / "moe_trm" / "models" / "published"
 
 
 @pytest.mark.parametrize(

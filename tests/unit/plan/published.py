@@ -1,8 +1,9 @@
 """Published sizes of real models, and how their publishers count.
 
-Each config.json under `tests/data/models` holds the published values that shapes depend on. Sources: the defaults of
-transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models` (Qwen3-235B-A22B,
-GLM-4.5, Kimi-K2, Moonlight), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
+Each config.json under `moe_trm/models/published` holds the published values that shapes depend on. Sources: the
+defaults of transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models`
+(Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model
+card (gpt-oss-20b).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from moe_trm.plan.parameters import Kind, model_of
 
-MODELS = Path(__file__).parents[2] / "data" / "models"
+MODELS = Path(__file__).parents[3] / "moe_trm" / "models" / "published"
 BILLION = 10**9
 ENDS: tuple[Kind, ...] = ("embedding", "output")
 

@@ -73,7 +73,7 @@ def test_a_parameter_is_merged_with_all_of_its_matrices() -> None:
     assert (attention.part.elements, attention.number) == (2048 * (4096 + 2 * 512), 1)
     assert (experts.part.elements, experts.number) == (128 * 2 * 2048 * 768, 128)
     whole = adapted().adapter(0).merged
-    kinds = model_of(QWEN).by_kind()
+    kinds = model_of(QWEN).by_kind
     assert sum(each.part.elements for each in whole) * 48 == kinds["attention"][0] + kinds["experts"][0]
 
 
@@ -106,7 +106,7 @@ def test_only_factors_have_gradients_and_optimizer() -> None:
 
 def test_merged_weights_stay_until_backward_unless_they_are_made_again() -> None:
     """Of each micro-batch on its way. Selective recomputation makes those of experts again."""
-    model, kinds = adapted(), model_of(QWEN).by_kind()
+    model, kinds = adapted(), model_of(QWEN).by_kind
     attention, experts = kinds["attention"][0], kinds["experts"][0] / 8
 
     def merged(recompute: str, **parallel: int) -> float:
@@ -144,7 +144,7 @@ def test_zero_shares_factors_but_not_merged_weights() -> None:
         config = LearnerConfig.model_validate(settings | {"deepspeed": {"zero_stage": stage}})
         return deepspeed_memory(model, QWEN, config, load())[1]
 
-    total, kinds = model.adapter_total, model_of(QWEN).by_kind()
+    total, kinds = model.adapter_total, model_of(QWEN).by_kind
     assert (at(1)["gradients"], at(2)["gradients"]) == (4 * total, 4 * total / 8)
     assert at(2)["optimizer"] == 12 * total / 8
     assert at(3)["weights"] < at(2)["weights"] / 2

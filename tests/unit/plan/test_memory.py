@@ -20,10 +20,10 @@ from moe_trm.plan.memory import (
     megatron_memory,
     rank_elements,
     replay_bytes,
-    stage_layers,
     stage_memory,
 )
 from moe_trm.plan.parameters import model_of
+from moe_trm.plan.speed import layers_of
 from tests.unit.plan.published import hf_config
 
 GB = 10**9
@@ -87,7 +87,7 @@ def test_ranks_together_hold_every_parameter() -> None:
     shared = ParallelConfig(tensor=8, expert=32)
     whole = sum(part.elements for part in model.parts if part.share == "whole")
     assert 8 * (rank_elements(model, shared, 0)[0] - whole) + whole == model.total(("experts",))
-    assert 32 * rank_elements(model, shared, 0)[1] == model.by_kind()["experts"][0]
+    assert 32 * rank_elements(model, shared, 0)[1] == model.by_kind["experts"][0]
 
 
 def test_a_tied_output_layer_on_another_stage_is_a_copy() -> None:
@@ -99,8 +99,8 @@ def test_a_tied_output_layer_on_another_stage_is_a_copy() -> None:
 
 def test_virtual_stages_take_turns() -> None:
     model = model_of({**QWEN, "num_hidden_layers": 8})
-    layers = stage_layers(model, ParallelConfig(pipeline=2, virtual_pipeline=2))
-    assert layers == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    layers = layers_of(ParallelConfig(pipeline=2, virtual_pipeline=2), len(model.layers))
+    assert layers == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
 def test_uneven_stages_hold_what_their_settings_say() -> None:
@@ -110,7 +110,7 @@ def test_uneven_stages_hold_what_their_settings_say() -> None:
         (ParallelConfig(pipeline=2, account_for_loss=True), [31, 30]),
         (ParallelConfig(pipeline=2, pipeline_layout="Et*20|t*20|t*21|L"), [41, 20]),
     ):
-        assert [len(layers) for layers in stage_layers(model, parallel)] == counts
+        assert [len(layers) for layers in layers_of(parallel, len(model.layers))] == counts
         ranks = range(parallel.pipeline)
         assert sum(sum(rank_elements(model, parallel, rank)) for rank in ranks) == model.total()
     alone = ParallelConfig(pipeline=3, pipeline_layout="E|t*61|L")

@@ -67,7 +67,7 @@ def test_kimi_k2_is_counted_from_its_tensors() -> None:
 def test_kinds_add_up_and_prediction_layers_stand_apart() -> None:
     hf = hf_config("deepseek_v3")
     model = model_of(hf)
-    kinds = model.by_kind()
+    kinds = model.by_kind
     assert sum(total for total, _ in kinds.values()) == model.total()
     assert kinds["experts"][0] == 58 * 256 * 3 * 7168 * 2048
     assert kinds["experts"][1] * 256 == kinds["experts"][0] * 8
@@ -88,7 +88,7 @@ def test_gpt_oss_has_biases_and_sinks() -> None:
     layer, layers, experts = model_of(hf).layers[0], 24, 32
     attention = sum(part.elements for part in layer if part.kind == "attention")
     assert attention == 2880 * (4096 + 512 + 512) + 4096 * 2880 + (4096 + 512 + 512) + 2880 + 64
-    assert model_of(hf).by_kind()["experts"][0] == layers * experts * (3 * 2880 * 2880 + 3 * 2880)
+    assert model_of(hf).by_kind["experts"][0] == layers * experts * (3 * 2880 * 2880 + 3 * 2880)
 
 
 def test_unknown_models_are_refused() -> None:

@@ -14,15 +14,12 @@ import pytest
 
 from moe_trm.cli import main
 from moe_trm.config import load
-from moe_trm.config.schema import ParallelConfig
 from moe_trm.errors import BundleError, CheckpointError, ConfigError
-from moe_trm.learner.megatron.layout import check_layout
-from moe_trm.plan.build import Assumptions, Plan, build, lines
-from moe_trm.plan.candidates import PINNED_MEGATRON, Judged
+from moe_trm.plan.build import Assumptions, Plan, Work, build
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
 from moe_trm.plan.lengths import log_normal, recorded
-from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds, training_operations
+from moe_trm.plan.speed import Efficiency, cache_bytes, decode_rate, train_seconds, training_operations
 from moe_trm.plan.text import as_data, page
 from moe_trm.plan.wire import rank_bits, route_bytes
 from moe_trm.recording.bundle import BundleReader
@@ -47,7 +44,7 @@ def plan(
     config = load(path, overrides)
     lengths = log_normal(400, 0.8, config.rollout.max_new_tokens, 100)
     cluster = Cluster(nodes, 8, gpu_of(gpu), 1)
-    return build(config, hf_config(model), cluster, Assumptions(efficiency, lengths, 3.3, 4.0), "config.json")
+    return build(config, Work(hf_config(model), Assumptions(efficiency, lengths, 3.3, 4.0), "config.json"), cluster)
 
 
 def command(*words: str, model: str = "qwen3_30b_a3b") -> list[str]:
@@ -81,7 +78,6 @@ def test_pages_fit_80_columns_and_json_has_the_same(
     kinds = data["layout"]["bytes"].values()
     assert data["layout"]["total_bytes"] == pytest.approx(sum(kind["value"] for kind in kinds))
     assert sum(line.endswith("  *") for line in shown.splitlines()) == 1
-    assert all(setting in shown for setting in data["settings"])
 
 
 def test_the_command_writes_json_and_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,78 +87,6 @@ def test_the_command_writes_json_and_says_what_fits(tmp_path: Path, capsys: pyte
     assert json.loads(out.read_text())["fits"] is True
     assert main(command("--nodes", "4", "--gpu", "a100-40")) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
-
-
-def test_settings_to_paste_load_and_fit() -> None:
-    found = plan(efficiency=Efficiency())
-    settings = as_data(found)["settings"]
-    assert "pipeline.partial=interrupt" in settings
-    config = load(QWEN_4_NODES, settings)
-    assert config.sync.method == "disk"
-    assert plan(overrides=tuple(settings)).fits
-
-
-def test_an_uneven_pipeline_is_planned_and_pasted() -> None:
-    sizes = ("learner.parallel.pipeline=4", "learner.parallel.expert=8")
-    layout = "learner.parallel.pipeline_layout='Et*10|t*12|t*13|t*11L'"
-    found = plan(AIR, "glm_4_5_air", 5, (*sizes, layout))
-    assert layout in as_data(found)["settings"]
-    pasted = load(AIR, as_data(found)["settings"])
-    assert pasted.learner.parallel == found.layout.parallel
-    even = load(AIR, (*sizes, "learner.parallel.account_for_embedding=true", "learner.parallel.account_for_loss=true"))
-    assert bubble(pasted.learner, pasted.rollout, 46, 10**6, 32) > bubble(even.learner, even.rollout, 46, 10**6, 32)
-
-
-def test_layers_that_a_pipeline_does_not_divide_are_shared_as_evenly_as_can_be() -> None:
-    """GLM-4.5-Air has 46 layers, which only pipelines of 1 and 2 of 32 ranks divide."""
-    found = plan(AIR, "glm_4_5_air", 5)
-    uneven = [other for other in found.others if other.parallel.pipeline_layout is not None]
-    assert {other.parallel.pipeline for other in uneven} == {4, 8, 16}
-    assert all(other.parallel.pipeline_layout is None for other in found.others if other.parallel.pipeline < 4)
-    for other in uneven:
-        assert sum(other.layers) == 46
-        assert max(other.layers) - min(other.layers) == 1
-    assert {other.spread for other in uneven if other.parallel.pipeline == 4} == {"11-12"}
-    for other in uneven[::20]:
-        pasted = load(AIR, lines(other, found.config.learner.parallel).split())
-        assert pasted.learner.parallel == other.parallel
-        check_layout(pasted, PINNED_MEGATRON, hf_config("glm_4_5_air"), world_size=found.ranks)
-
-
-def test_an_uneven_pipeline_is_proposed_where_nothing_else_fits() -> None:
-    """DeepSeek-V3's 61 layers are a prime number. The pasted lines load, pass the launch check and fit."""
-    found = plan(model="deepseek_v3", nodes=33)
-    assert not found.fits
-    settings = as_data(found)["settings"]
-    assert any(line.startswith("learner.parallel.pipeline_layout=") for line in settings)
-    pasted = load(QWEN_4_NODES, settings)
-    check_layout(pasted, PINNED_MEGATRON, hf_config("deepseek_v3"), world_size=found.ranks)
-    again = plan(model="deepseek_v3", nodes=33, overrides=tuple(settings))
-    assert again.layout.total <= again.room
-    assert again.layout.spread in page(found)
-
-
-def test_another_layout_takes_back_what_it_does_not_have() -> None:
-    judged = Judged(ParallelConfig(expert=8), "full", 0, {}, 0.0)
-    own = ParallelConfig(pipeline=2, tensor=2, pipeline_layout="Et*24|t*24L")
-    given = lines(judged, own).split()
-    assert {"learner.parallel.pipeline=1", "learner.parallel.tensor=1", "learner.parallel.pipeline_layout=null"} <= {
-        *given
-    }
-
-
-def test_a_layout_that_does_not_fit_is_replaced_by_one_that_does() -> None:
-    """On 64 ranks, eight copies of all experts do not fit, and sixteen shares do."""
-    overrides = ("learner.parallel.expert=1", "learner.recompute=full")
-    found = plan(overrides=overrides, nodes=9)
-    assert not found.fits
-    assert "memory of the learner" in as_data(found)["bottleneck"]
-    assert plan(overrides=(*overrides, *as_data(found)["settings"]), nodes=9).fits
-
-
-def test_a_layout_that_cannot_be_is_refused_with_one_that_can() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)key/value heads do not divide.*These fit: learner\.parallel"):
-        plan(overrides=("learner.parallel.tensor=8",))
 
 
 @pytest.mark.parametrize("overrides", [(), (*ZERO_3, "learner.recompute=full")])
@@ -181,7 +105,6 @@ def test_adapters_are_planned(overrides: tuple[str, ...]) -> None:
     assert "train in place of these" in shown
     data = as_data(lora)
     assert data["parameters"]["adapters"] == lora.model.adapter_total
-    load(QWEN_4_NODES, [*stale, "learner.lora.rank=16", *data["settings"]])
 
 
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:
@@ -221,7 +144,7 @@ def test_architectures_without_a_family_are_refused() -> None:
     assumptions = Assumptions(MEASURED, log_normal(400, 0.8, 8192, 100), 3.3, 4.0)
     cluster, config = Cluster(4, 8, gpu_of("h100"), 1), load(QWEN_4_NODES)
     with pytest.raises(CheckpointError, match="architecture is not supported"):
-        build(config, {"architectures": ["X"]}, cluster, assumptions, "config.json")
+        build(config, Work({"architectures": ["X"]}, assumptions, "config.json"), cluster)
 
 
 def test_measured_speeds_replace_assumed_ones() -> None:
@@ -262,7 +185,7 @@ def test_packs_train_faster_than_padded_rows_by_what_is_not_computed() -> None:
         plan(efficiency=Efficiency(), overrides=(f"batch.layout={kind}",)) for kind in ("padded", "packed")
     )
     assert packed.columns.value == 1 < padded.columns.value
-    assert padded.train_s.value / packed.train_s.value == pytest.approx(padded.columns.value)
+    assert padded.train_s.value / packed.train_s.value == pytest.approx(padded.columns.value, rel=0.01)
     assert f"{padded.columns.value:.2f} columns computed for each token" in page(padded)
 
 
@@ -337,7 +260,7 @@ def test_training_time_counts_every_pass(overrides: tuple[str, ...], passes: flo
     hf: dict[str, Any] = hf_config("qwen3_30b_a3b")
     model, gpu = plan().model, gpu_of("h100")
     seconds = train_seconds(model, hf, load(QWEN_4_NODES, overrides), gpu, 24, 1e6, 0, Efficiency())
-    forward = 2 * model.active(("embedding",)) * 1e6 / (24 * gpu.tflops * 1e12 * 0.25)
+    forward = 2 * model.active(("embedding",)) * 1e6 / (24 * gpu.tflops * 1e12 * Efficiency.train_flops)
     assert seconds == pytest.approx(passes * forward)
 
 

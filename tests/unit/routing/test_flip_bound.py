@@ -152,7 +152,7 @@ def test_one_layer_of_many_is_bound_and_the_bound_itself_passes(layer: int, flip
     if not stops:
         assert judge(counters_of(flips), 0.3, flips, 8, 128).local_flips == flipped
         return
-    with pytest.raises(FlipBoundError, match=r"worst rate of a layer 0\.310, bound 0\.3"):
+    with pytest.raises(FlipBoundError, match=r"worst rate of a layer 0\.310, max_local_flip_rate 0\.3"):
         judge(counters_of(flips), 0.3, flips, 8, 128)
 
 

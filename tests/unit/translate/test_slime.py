@@ -197,3 +197,9 @@ def test_state_on_the_host_is_one_setting() -> None:
     named = ("optimizer", "precision", "offload")
     assert not [key for key in draft.to_do if any(word in key for word in named)]
     assert "use-precision-aware-optimizer" in of_slime("--use-precision-aware-optimizer").to_do
+
+
+@pytest.mark.parametrize(("flag", "tokens"), [("", 16384), ("--context-parallel-size 2", 32768)])
+def test_ranks_that_share_sequences_have_one_budget_together(flag: str, tokens: int) -> None:
+    draft = of_slime(f"--use-dynamic-batch-size --max-tokens-per-gpu 16384 {flag}")
+    assert draft.values["learner.micro_batch_tokens"] == tokens

@@ -351,3 +351,10 @@ def test_state_on_the_host_is_one_setting() -> None:
     draft = of_verl({f"{section}.optimizer_cpu_offload": True, f"{section}.optimizer_offload_fraction": 0})
     assert draft.values["learner.offload_optimizer"] is True
     assert not [key for key in draft.to_do if key.startswith(section)]
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_ranks_that_share_sequences_have_one_budget_together(context: int) -> None:
+    budget = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 8192}
+    draft = of_verl({**budget, f"{ACTOR}.megatron.context_parallel_size": context})
+    assert draft.values["learner.micro_batch_tokens"] == 8192 * context
