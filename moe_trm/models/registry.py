@@ -11,12 +11,24 @@ from moe_trm.models.family import Family
 from moe_trm.models.glm4_moe import GLM4_MOE
 from moe_trm.models.glm4_moe_lite import GLM4_MOE_LITE
 from moe_trm.models.gpt_oss import GPT_OSS
+from moe_trm.models.minimax_m2 import MINIMAX_M2
 from moe_trm.models.mixtral import MIXTRAL
 from moe_trm.models.olmoe import OLMOE
 from moe_trm.models.qwen3 import QWEN3, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (QWEN3, QWEN3_MOE, OLMOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, GPT_OSS)
+    family.name: family
+    for family in (
+        QWEN3,
+        QWEN3_MOE,
+        OLMOE,
+        MIXTRAL,
+        GLM4_MOE,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
+        GPT_OSS,
+        MINIMAX_M2,
+    )
 }
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_trm.config.schema import LearnerConfig
-from moe_trm.models.hf_config import expert_width, num_experts
+from moe_trm.models.hf_config import expert_width, head_dim, num_experts, rotary_share
 from moe_trm.models.registry import family_of
 from moe_trm.plan.parameters import NO_ADAPTERS, Adapted
 
@@ -127,7 +127,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
     heads = int(hf["num_attention_heads"]) / t
     if "kv_lora_rank" in hf:
         return _latent(hf, size, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
-    dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+    dim = head_dim(hf)
     groups = int(hf["num_key_value_heads"]) / t
     normed = family_of(hf, "config.json").megatron(hf).get("qk_layernorm", False)
     context = learner.parallel.context
@@ -145,8 +145,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
         found += _view_norm(groups * dim, size, kernels, groups, frozen=frozen)
     if normed or not copies:
         found += projected
-    rope = hf.get("rope_parameters") or {}
-    rotated = dim * float(rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
+    rotated = dim * rotary_share(hf)
     # Cosines and sines, once for the queries and once for the keys. Layers share those of a pack.
     is_shared = kernels == "plain packed" and rotated == dim and not family_of(hf, "config.json").yarn(hf)
     return found, 0.0 if is_shared else 4 * size * rotated

@@ -193,6 +193,8 @@ _DIVIDED = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "q_b_proj", "kv_b_
 def _kind(name: str) -> Kind:
     if "shared_experts" in name:
         return "shared experts"
+    if name.endswith("e_score_correction_bias"):
+        return "router"
     if "norm" in name:
         return "norms"
     if name.startswith("self_attn."):

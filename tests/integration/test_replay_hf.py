@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from routing import ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
-from routing.hf import HFReplayer, gate_of, moe_blocks
+from routing.hf import HFReplayer, gate_of, moe_blocks, selection_bias
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.rows import Rows
 
@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "deepseek_v3": ("DeepseekV3", {**SIGMOID, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
                                    "qk_nope_head_dim": 4, "v_head_dim": 8}, (1, 2)),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "head_dim": 8}, (1, 2)),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": E, "head_dim": 8, "rotary_dim": 4}, (0, 1, 2)),
     "gpt_oss": ("GptOss", {"num_local_experts": E, "head_dim": 8, "sliding_window": 4,
                            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, (0, 1, 2)),
 }  # fmt: skip
@@ -56,8 +57,8 @@ def build(family: str) -> Any:
         if family == "gpt_oss":
             for tensor in (block.router.bias, block.experts.gate_up_proj_bias, block.experts.down_proj_bias):
                 tensor.data = 0.3 * torch.randn(tensor.shape, generator=generator)
-        if hasattr(gate_of(block), "e_score_correction_bias"):
-            block.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, E))
+        if (bias := selection_bias(block)) is not None:
+            bias.copy_(torch.linspace(-0.3, 0.3, E))
     return model.eval()
 
 
@@ -97,9 +98,9 @@ def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> 
         logits = logits + block.router.bias
     rows = []
     for token, chosen, scores in zip(hidden.flatten(0, 1), ids_BRK.flatten(0, 1), logits, strict=True):
-        if family in ("deepseek_v3", "glm4_moe"):
+        if family in ("deepseek_v3", "glm4_moe", "minimax_m2"):
             weights = torch.sigmoid(scores)[chosen]
-            weights = 2.5 * weights / weights.sum()
+            weights = (1 if family == "minimax_m2" else 2.5) * weights / weights.sum()
         else:
             weights = torch.softmax(scores, 0)[chosen]
             weights = weights if family == "olmoe" else weights / weights.sum()

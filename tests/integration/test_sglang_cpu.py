@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,22 @@ def test_attention_with_sinks_is_the_softmax_over_keys_and_one_logit_more(num_qu
                 math.exp(logit) / total * value[other, head // 2] for logit, other in zip(logits, seen, strict=True)
             )
             torch.testing.assert_close(got[row, head], expected)
+
+
+def test_norms_over_all_heads_are_those_of_minimax_m2_and_of_one_process_only() -> None:
+    from moe_trm_sglang_cpu.whole_norms import around
+
+    q, k = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)
+    weights = torch.rand(8).bfloat16(), torch.rand(4).bfloat16()
+    norms = SimpleNamespace(
+        _world_size=1, _eps=1e-5, _q_norm=SimpleNamespace(weight=weights[0]), _k_norm=SimpleNamespace(weight=weights[1])
+    )
+    for got, x, weight in zip(around(lambda *_: None, norms, q, k), (q, k), weights, strict=True):
+        wide = x.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=0)
+    norms._world_size = 2
+    assert around(lambda *_: "its own", norms, q, k) == "its own"
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")

@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
                                                "truncate": False,
                                                "original_max_position_embeddings": 64, "beta_fast": 8.0}}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "rotary_dim": 8, "intermediate_size": 32}),
     "glm4_moe_lite": ("Glm4MoeLite", {**SIGMOID, "n_group": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
                                       "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8,
                                       "v_head_dim": 16}),

@@ -2,7 +2,7 @@
 
 Each config.json under `tests/data/models` holds the published values that shapes depend on. Sources: the defaults of
 transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models` (Qwen3-235B-A22B,
-GLM-4.5, Kimi-K2, Moonlight), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
+GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ STATEMENTS = (
     Statement("Kimi-K2", "active", "32", "its card", NO_EMBEDDING),
     Statement("Kimi-K2", "total", "1.04T", K2, ALL),
     Statement("Kimi-K2", "active", "32.6", K2, NO_EMBEDDING),
+    Statement("MiniMax-M2", "total", "230", "its card", ALL),
+    Statement("MiniMax-M2", "active", "10", "its card", NO_EMBEDDING),
 )
 """Every printed number that was found, the most exact ones last where a model has several."""
 
