@@ -99,6 +99,7 @@ class Family:
         whole_qk_norms: queries and keys are normed over all heads together.
         expert_biases: experts have biases.
         sinks: attention has a logit more than keys.
+        not_in_megatron: what Megatron-Core's learner lacks for it; empty where it has everything.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
 
@@ -114,6 +115,7 @@ class Family:
     whole_qk_norms: bool = False
     expert_biases: bool = False
     sinks: bool = False
+    not_in_megatron: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def layer(self, hf: HfConfig, index: int) -> Layer:

@@ -123,6 +123,13 @@ def rotary_share(hf_config: Mapping[str, Any]) -> float:
     return int(hf_config["rotary_dim"]) / head_dim(hf_config) if hf_config.get("rotary_dim") else 1.0
 
 
+def shared_width(hf_config: Mapping[str, Any]) -> int:
+    """Columns of all experts that every token meets."""
+    if width := hf_config.get("shared_expert_intermediate_size"):
+        return int(width)
+    return int(hf_config.get("n_shared_experts") or 0) * expert_width(hf_config)
+
+
 LAYER_KEYS = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "mlp_layer_types")
 """Keys that say which layers are mixtures of experts."""
 

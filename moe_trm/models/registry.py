@@ -15,6 +15,8 @@ from moe_trm.models.minimax_m2 import MINIMAX_M2
 from moe_trm.models.mixtral import MIXTRAL
 from moe_trm.models.olmoe import OLMOE
 from moe_trm.models.qwen3 import QWEN3, QWEN3_MOE
+from moe_trm.models.qwen3_5_moe import QWEN3_5_MOE
+from moe_trm.models.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
@@ -28,6 +30,8 @@ FAMILIES: Mapping[str, Family] = {
         GLM4_MOE_LITE,
         GPT_OSS,
         MINIMAX_M2,
+        QWEN3_NEXT,
+        QWEN3_5_MOE,
     )
 }
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")

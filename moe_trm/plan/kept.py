@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_trm.config.schema import LearnerConfig
-from moe_trm.models.hf_config import expert_width, head_dim, num_experts, rotary_share
+from moe_trm.models.hf_config import expert_width, head_dim, num_experts, rotary_share, shared_width
 from moe_trm.models.registry import family_of
 from moe_trm.plan.parameters import NO_ADAPTERS, Adapted
 
@@ -117,7 +117,7 @@ def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: flo
     routed = rows * (size * (trains * int(hf["hidden_size"]) + (_COPIES + trains) * width) + 4)
     # Weights as the dispatcher holds them and transposed in float32, the map as bytes and transposed, ids as int64.
     routing = (10 * experts + 28 * top_k) / t
-    shared = int(hf.get("n_shared_experts") or 0) * expert_width(hf) / t
+    shared = shared_width(hf) / t
     return routed + routing + size * (_COPIES - (not trains_shared)) * shared
 
 

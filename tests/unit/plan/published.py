@@ -2,7 +2,8 @@
 
 Each config.json under `tests/data/models` holds the published values that shapes depend on. Sources: the defaults of
 transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models` (Qwen3-235B-A22B,
-GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
+GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2), Megatron-Bridge's
+`docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def test_counts_are_those_of_transformers(name: str) -> None:
 def test_printed_digits_are_ours_in_the_publishers_own_counting() -> None:
     """Ours rounds to them, in every statement but these. Where a publisher does not say what counts, some reading does.
 
-    Qwen cuts 3.35 off. MiniMax rounds 228.7 to tens. DeepSeek's and Moonshot's own numbers with one more digit, and the total of GLM-4.5-Air, do not
-    follow from the config.json and what the publisher says is counted.
+    Qwen cuts 3.35 off. MiniMax rounds 228.7 to tens. DeepSeek's and Moonshot's own numbers with one more digit, and
+    the total of GLM-4.5-Air, do not follow from the config.json and what the publisher says is counted.
     """
     others = {(one.model, one.number, one.printed): one.agreement for one in STATEMENTS if one.agreement != "rounded"}
     assert others == {

@@ -115,7 +115,8 @@ def test_launch_and_doctor_say_so(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("use_qk_norm", False), ("use_routing_bias", None), ("scoring_func", "softmax"), ("rotary_dim", 64)]
+    ("key", "value"),
+    [("use_qk_norm", False), ("use_routing_bias", None), ("scoring_func", "softmax"), ("rotary_dim", 64)],
 )
 def test_minimax_m2_without_what_sglang_must_be_told_is_refused(key: str, value: object) -> None:
     hf = published_config("minimax_m2")
@@ -124,7 +125,9 @@ def test_minimax_m2_without_what_sglang_must_be_told_is_refused(key: str, value:
     other = {name: held for name, held in hf.items() if name != key}
     if key == "rotary_dim":
         other["partial_rotary_factor"] = 0.5
-    with pytest.raises(CheckpointError, match=f"(?s)serves another model than this one.*config.json, {key}.*no such key"):
+    with pytest.raises(
+        CheckpointError, match=f"(?s)serves another model than this one.*config.json, {key}.*no such key"
+    ):
         check_options(other, "config.json")
     if key != "rotary_dim":
         with pytest.raises(CheckpointError, match=key):
