@@ -125,6 +125,10 @@ class Family:
             return Layer(attention.kind, "experts", {**attention.tensors, **self.router(hf)}, self.expert)
         return Layer(attention.kind, "dense", {**attention.tensors, **DENSE}, lambda _number: {})
 
+    def num_cached(self, hf: HfConfig) -> int:
+        """Number of layers that keep keys and values, or latents, of every token."""
+        return sum(self.attention(hf, index).kind != "gated delta" for index in range(int(hf["num_hidden_layers"])))
+
     def attention_kinds(self, hf: HfConfig) -> frozenset[AttentionKind]:
         """The kinds of attention that the layers of this model have."""
         return frozenset(self.attention(hf, index).kind for index in range(int(hf["num_hidden_layers"])))

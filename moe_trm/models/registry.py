@@ -37,6 +37,20 @@ FAMILIES: Mapping[str, Family] = {
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 
 
+_TEXT_ONLY = "images are not read here; nearest is a checkpoint of its text part alone"
+_SPARSE = "its indexer chooses the tokens that attention sees, and that choice is not replayed here"
+_NEAREST = {
+    "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
+    "Qwen3_5MoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3_5MoeForCausalLM)",
+    "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
+    "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
+    "KimiK25ForConditionalGeneration": f"{_TEXT_ONLY} (DeepseekV3ForCausalLM)",
+    "DeepseekV32ForCausalLM": f"{_SPARSE}; nearest is DeepSeek-V3",
+    "GlmMoeDsaForCausalLM": f"{_SPARSE}; nearest is GLM-4-MoE",
+}
+"""Models that are not supported now: the reason, and what is nearest."""
+
+
 def find_family(hf_config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json, None when it is not supported."""
     known = {family.architecture: family for family in FAMILIES.values()}
@@ -51,11 +65,12 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     """
     family = find_family(hf_config)
     if family is None:
+        known = hf_config.get("architectures") or [""]
         raise CheckpointError(
             "model architecture is not supported",
             where=where,
-            got=hf_config.get("architectures"),
-            expected=f"one of {', '.join(known.architecture for known in FAMILIES.values())}",
+            got=f"{known[0]}: {_NEAREST[known[0]]}" if known[0] in _NEAREST else known,
+            expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families, or learner.backend=deepspeed, which needs no conversion.",
         )
     return family

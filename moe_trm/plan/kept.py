@@ -59,6 +59,7 @@ def layer_kept(
     *,
     is_moe: bool,
     adapted: Adapted = NO_ADAPTERS,
+    is_delta: bool = False,
 ) -> Kept:
     """Bytes that one decoder layer keeps.
 
@@ -72,13 +73,14 @@ def layer_kept(
         kernels: the layers' kind.
         is_moe: the layer is a mixture of experts.
         adapted: its adapters.
+        is_delta: it has the gated delta rule in place of attention.
     """
     size, t, hidden = BYTES[learner.dtype], learner.parallel.tensor, int(hf["hidden_size"])
     frozen = learner.lora.rank > 0
     # A router keeps its input, whether it trains or not.
     read = (not frozen or "attention" in adapted.kinds) + (not frozen or is_moe or "dense" in adapted.kinds)
     norms = (2 * norm_kept(hidden, size, kernels, frozen=frozen) + read * size * hidden) / t
-    attention, columns = _attention(hf, learner, kernels)
+    attention, columns = (_delta(hf, size), 0.0) if is_delta else _attention(hf, learner, kernels)
     own_layers = kernels == "fused" and keeps_scores(learner)
     scores = int(hf["num_attention_heads"]) / t * (5 + size) if own_layers else 0.0
     if not is_moe:
@@ -155,6 +157,19 @@ def _view_norm(columns: float, size: int, kernels: Kernels, norms: float, *, fro
     """As `norm_kept`, where the input is a view of what is kept anyway."""
     own_input = size * columns if kernels == "fused" or size == 4 else 0
     return norm_kept(columns, size, kernels, norms, frozen=frozen) - own_input
+
+
+_CHUNK = 64
+"""Tokens after which transformers' delta rule has a state."""
+
+
+def _delta(hf: Mapping[str, Any], size: int) -> float:
+    """The gated delta rule in transformers: projections, convolution, float32 copies, states. Not measured."""
+    heads, dim = int(hf["linear_num_value_heads"]), int(hf["linear_key_head_dim"])
+    keys, values = (int(hf[f"linear_num_{x}_heads"]) * int(hf[f"linear_{x}_head_dim"]) for x in ("key", "value"))
+    convolved = size * (2 * (2 * keys + values) + 3 * values)
+    wide = 4 * (3 * (2 * heads * dim + values) + 2 * heads * _CHUNK)
+    return convolved + wide + 4 * dim * values / _CHUNK
 
 
 def _latent(hf: Mapping[str, Any], size: int, heads: float) -> float:

@@ -107,7 +107,7 @@ def _by_sequence(
     sizes = [rows * columns for rows, columns in shapes]
     parts = hidden_states[0].index_select(0, tokens_P).split_with_sizes(sizes)
     found = [
-        forward(hidden_states=part.unflatten(0, shape), **options).flatten(0, 1)
+        forward(hidden_states=part.view(*shape, -1), **options).flatten(0, 1)
         for part, shape in zip(parts, shapes, strict=True)
     ]
     return torch.cat(found).index_select(0, places_T)[None]

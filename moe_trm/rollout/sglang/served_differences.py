@@ -13,6 +13,7 @@ from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import LATENT_EPSILON
 from moe_trm.models.family import HfConfig
 from moe_trm.models.hf_config import LAYER_KEYS, head_dim, moe_layers, rotary_share
+from moe_trm.models.registry import find_family
 
 READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -20,6 +21,8 @@ READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "OlmoeForCausalLM": (),
         "MixtralForCausalLM": (),
         "MiniMaxM2ForCausalLM": (),
+        "Qwen3NextForCausalLM": (),
+        "Qwen3_5MoeForCausalLM": (),
         "GptOssForCausalLM": (),
         "Glm4MoeForCausalLM": ("first_k_dense_replace",),
         "Glm4MoeLiteForCausalLM": ("first_k_dense_replace",),
@@ -33,6 +36,23 @@ HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
 _EVERY_NORM = 1e-5
 """SGLang's epsilon in every norm of OLMoE."""
+
+
+def check_states(hf: HfConfig, where: str) -> None:
+    """Refuse a model with the gated delta rule: what SGLang holds of it was never compared with a push.
+
+    Raises:
+        CheckpointError: a layer has the gated delta rule.
+    """
+    family = find_family(hf)
+    if family is not None and "gated delta" in family.attention_kinds(hf):
+        raise CheckpointError(
+            "models with the gated delta rule are not served yet",
+            where=f"{where}, layer_types",
+            got=f"{family.architecture}: its kernels need CUDA in SGLang 0.5.23, and pushes to them were never proved",
+            expected="a family that docs/models.md has for SGLang",
+            fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
+        )
 
 
 def check_layers(hf: HfConfig, where: str) -> None:

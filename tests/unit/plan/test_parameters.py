@@ -65,6 +65,17 @@ def test_kimi_k2_is_counted_from_its_tensors() -> None:
     assert round((model.total() + layer) / BILLION / 10) == 104
 
 
+def test_qwen3_5_is_counted_from_its_tensors() -> None:
+    """35.95 billion with the vision tower (0.447) and the MTP layer, which lie beside the text that is counted here."""
+    text = {"architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 248320, "num_hidden_layers": 40}
+    model = model_of(
+        {**hf_config("qwen3_next_80b_a3b"), **text, "num_experts": 256, "num_experts_per_tok": 8, "layer_types": None}
+    )
+    layer = sum(part.elements for part in model.layers[-1])
+    assert (model.total() + layer + 2 * 2048**2 + 3 * 2048) / BILLION + 0.447 == pytest.approx(35.95, rel=0.005)
+    assert model.active(ENDS) / BILLION == pytest.approx(2.44, rel=0.005)
+
+
 def test_kinds_add_up_and_prediction_layers_stand_apart() -> None:
     hf = hf_config("deepseek_v3")
     model = model_of(hf)

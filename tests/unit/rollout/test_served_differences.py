@@ -22,11 +22,12 @@ from moe_trm.rollout.sglang.served_differences import (
     check_epsilons,
     check_layers,
     check_options,
+    check_states,
     remark_on_epsilons,
 )
 from tests.published_models import published_config
 
-FILES = {"deepseek_v3": "deepseek_v2"}
+FILES = {"deepseek_v3": "deepseek_v2", "qwen3_5_moe": "qwen3_5"}
 """Of SGLang, where the name is not the family's."""
 
 
@@ -132,3 +133,14 @@ def test_minimax_m2_without_what_sglang_must_be_told_is_refused(key: str, value:
     if key != "rotary_dim":
         with pytest.raises(CheckpointError, match=key):
             check_options({**hf, key: value}, "config.json")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_states_that_no_push_was_compared_with_are_not_served(family: str) -> None:
+    if family not in ("qwen3_next", "qwen3_5_moe"):
+        check_states(hf_of(family), "config.json")
+        return
+    with pytest.raises(CheckpointError, match="gated delta rule are not served yet"):
+        check_states(hf_of(family), "config.json")
+    full = {**hf_of(family), "layer_types": ["full_attention"] * 4}
+    check_states(full, "config.json")
