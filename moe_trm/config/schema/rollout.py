@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from moe_trm.config.engines import DEFAULT, EngineTraits, traits_of
 from moe_trm.config.schema.section import Count, Fraction, Positive, Section
 from moe_trm.methods.weight_formats import WeightFormat
-from moe_trm.runtime.addresses import is_loopback
+from moe_trm.runtime.addresses import in_the_clear
 
 
 class ServerConfig(Section):
-    """The SGLang server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
+    """The server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
 
     host: str = "127.0.0.1"
     """Address to bind to. Anything but loopback needs `rollout.trusted_network`."""
@@ -55,14 +54,15 @@ class ServerConfig(Section):
     """A server that generated nothing for so many seconds counts as hung, whatever else it does. Set it longer than a
     weight push takes, also on a loaded machine."""
     extra_args: tuple[str, ...] = ()
-    """Further `sglang.launch_server` arguments, as typed on its command line."""
+    """Further arguments of the engine's server, as typed on its command line."""
 
 
 class RolloutConfig(Section):
     """The rollout engine and its sampling."""
 
     engine: str = DEFAULT
-    """`sglang`: real servers. `bundle`: recorded responses, so that a run can be repeated bit for bit.
+    """`sglang`, `vllm`: real servers (docs/engines.md). `bundle`: recorded responses, so that a run can be repeated bit
+    for bit.
     `package.module:Engine` or `path/to/file.py:Engine`: an engine of your own (docs/pipeline.md)."""
     url: str | None = None
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
@@ -189,8 +189,7 @@ class RolloutConfig(Section):
         """Addresses of servers to which the key is sent over a network without encryption."""
         if not self.traits.has_servers:
             return ()
-        asked = [urlsplit(url) for url in (*self.addresses, *([self.router] if self.router else []))]
-        return tuple(url.geturl() for url in asked if url.scheme != "https" and not is_loopback(url.hostname or ""))
+        return in_the_clear((*self.addresses, *([self.router] if self.router else [])))
 
     @property
     def traits(self) -> EngineTraits:

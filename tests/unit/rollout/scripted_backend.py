@@ -31,6 +31,7 @@ from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.ownership import label_of, version_of
 from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import WeightPush
@@ -39,8 +40,6 @@ from moe_trm.types import SampledTurn
 SCRIPT = ((5, 6), (7,), (5, 5, 6), (6, 7, 5, 4))
 """The answers in turn; the request's stop token comes after each."""
 LOGPROB = -0.5
-FIRST = "first-life"
-"""File in the working directory of a server: without it a server is in its first life."""
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,13 +58,14 @@ class ScriptedBackend(ServerBackend):
     traits = EngineTraits(
         records_routes=False, records_masks=False, has_servers=True, lends_memory=False, awaits_weights=True
     )
+    labels_runs = True
     generate_path = "/say"
     alive_path = "/weights"
 
     @contextmanager
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         server = config.rollout.server
-        command = [sys.executable, str(Path(__file__).resolve()), "--port", str(port), "--folder", str(folder)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--port", str(port)]
         yield Launch([*command, *server.extra_args], {**os.environ, API_KEY_VARIABLE: api_key})
 
     def request(self, question: Question) -> dict[str, object]:
@@ -79,8 +79,6 @@ class ScriptedBackend(ServerBackend):
             raise RecordRejected("malformed", "not an answer of the script", got=str(error)) from error
         if answer.seen != len(question.context):
             raise RecordRejected("prompt_length", "another prompt", got=answer.seen, expected=len(question.context))
-        if not answer.weights.isdecimal():
-            raise RecordRejected("version_unknown", "weights that no push gave it", got=answer.weights)
         if answer.finish == "abort" and not (question.wanted.partial and answer.tokens):
             raise RecordRejected("aborted", "the server ended the answer")
         if len(answer.logprobs) != len(answer.tokens):
@@ -89,7 +87,7 @@ class ScriptedBackend(ServerBackend):
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= model.vocab_size:
             raise RecordRejected("token_range", "no token of the vocabulary", got=answer.tokens)
         logprobs = np.array(answer.logprobs, np.float32)
-        versions = np.full(len(tokens), int(answer.weights), np.int32)
+        versions = np.full(len(tokens), version_of(answer.weights, question.wanted.run), np.int32)
         return SampledTurn(tokens, logprobs, logprobs, versions, None, None, answer.finish)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
@@ -99,14 +97,14 @@ class ScriptedBackend(ServerBackend):
         await http.post("/abort", {})
 
     def client(self, requirements: Requirements) -> ScriptedClient:
-        return ScriptedClient(requirements.verify)
+        return ScriptedClient(requirements.verify, requirements.run)
 
 
 class ScriptedClient(ServerClient):
     """See `ServerClient`. The proof of a push is the digest of every tensor that the server read."""
 
-    def __init__(self, verify: bool) -> None:
-        self._verify = verify
+    def __init__(self, verify: bool, run: str) -> None:
+        self._verify, self._run = verify, run
 
     async def check(self, http: EngineHttp) -> None:
         if (served := await http.get("/weights")).get("engine") != "script":
@@ -127,10 +125,11 @@ class ScriptedClient(ServerClient):
     ) -> None:
         try:
             with keeping:
-                told = await http.post("/load", {"folder": push.directory, "version": push.version})
+                label = label_of(push.version, self._run)
+                told = await http.post("/load", {"folder": push.directory, "version": label})
                 if expected is not None and told["digests"] != await expected:
                     raise SyncError("the server read other tensors than the learner wrote", where=http.url)
-                if told["weights"] != str(push.version):
+                if told["weights"] != label:
                     raise SyncError("the server labels its weights with another version", got=told["weights"])
         except EngineLost:
             raise
@@ -163,13 +162,12 @@ class ScriptedServer(ThreadingHTTPServer):
         self.paused = threading.Lock()
 
     def say(self, asked: Any) -> dict[str, Any]:
-        """One answer; the server dies in the middle of the one that `--die-at` names, in its first life."""
+        """One answer; the server dies in the middle of the one that `--die-at` names, if there is no file `--died`."""
         with self.paused:  # a push is under way: it waits for the new weights
             weights, aborts, number = self.weights, self.aborts, self.answered
             self.answered += 1
-        life = Path(self.options.folder) / FIRST
-        if number + 1 == self.options.die_at and not life.exists():
-            life.touch()
+        if number + 1 == self.options.die_at and not self.options.died.exists():
+            self.options.died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
         tokens: list[int] = []
@@ -238,8 +236,8 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--folder", required=True)
     parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--misreads", action="store_true")
     print("a life begins", flush=True)
