@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from moe_trm.models.family import GATE, NORMS, Attention, HfConfig, Link, Required, heads_attention
 
-ONLY_TRANSFORMERS = "layers with the gated delta rule, which are trained by the model of transformers only"
+ONLY_TRANSFORMERS = "the gated delta rule, which only transformers computes here"
 HYBRID_REQUIRED = {
     "hidden_act": Required("silu", "another activation"),
     "attention_bias": Required(False, "biases in attention"),

@@ -47,9 +47,9 @@ def check_states(hf: HfConfig, where: str) -> None:
     family = find_family(hf)
     if family is not None and "gated delta" in family.attention_kinds(hf):
         raise CheckpointError(
-            "models with the gated delta rule are not served yet",
+            "the gated delta rule is not served yet",
             where=f"{where}, layer_types",
-            got=f"{family.architecture}: its kernels need CUDA in SGLang 0.5.23, and pushes to them were never proved",
+            got=f"{family.architecture}, whose kernels need CUDA; no push to them was ever proved",
             expected="a family that docs/models.md has for SGLang",
             fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
         )

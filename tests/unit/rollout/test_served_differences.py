@@ -140,7 +140,7 @@ def test_states_that_no_push_was_compared_with_are_not_served(family: str) -> No
     if family not in ("qwen3_next", "qwen3_5_moe"):
         check_states(hf_of(family), "config.json")
         return
-    with pytest.raises(CheckpointError, match="gated delta rule are not served yet"):
+    with pytest.raises(CheckpointError, match="gated delta rule is not served yet"):
         check_states(hf_of(family), "config.json")
     full = {**hf_of(family), "layer_types": ["full_attention"] * 4}
     check_states(full, "config.json")
