@@ -108,7 +108,14 @@ def phases() -> frozenset[str]:
 def _families() -> Mapping[str, Sequence[str]]:
     """f-strings of the source and the names, or regular expressions of names, that they make."""
     causes, sets = ("engine", "staleness"), ("eval/", f"eval/{WORD}/")
-    answers: tuple[str, ...] = ("prompts", "accuracy", "reward", "length_mean", "finished_fraction")
+    answers: tuple[str, ...] = (
+        "prompts",
+        "accuracy",
+        "reward",
+        "length_mean",
+        "finished_fraction",
+        "answered_fraction",
+    )
     answers += (f"avg_at_{NUMBER}", f"pass_at_{NUMBER}", f"best_at_{NUMBER}")
     lows, margins = (1, *(edge + 1 for edge in POSITIONS)), pairwise([0, *MARGINS, "up"])
     return {
@@ -227,6 +234,7 @@ def _inputs(evidence: Evidence) -> LossInputs:
         group_ids=torch.arange(ROWS) // 2,
         entropy=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(0)),
         router_shift=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(1)),
+        reference_logprobs=evidence.ratios.rollout_logprobs,
     )
 
 
