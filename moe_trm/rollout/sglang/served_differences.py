@@ -49,7 +49,7 @@ def check_states(hf: HfConfig, where: str) -> None:
         raise CheckpointError(
             "the gated delta rule is not served yet",
             where=f"{where}, layer_types",
-            got=f"{family.architecture}, whose kernels need CUDA; no push to them was ever proved",
+            got=f"{family.architecture}, whose kernels need CUDA; no push was ever proved",
             expected="a family that docs/models.md has for SGLang",
             fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
         )
