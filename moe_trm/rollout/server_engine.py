@@ -266,11 +266,13 @@ class ServerEngine:
 
     async def close(self) -> None:
         """Release connections and groups."""
-        await self._client.close()
-        await self._fleet.close()
-        if self._intake is not None:
-            await self._intake.close()
-        self._lease.release()
+        try:
+            await self._client.close()
+            await self._fleet.close()
+            if self._intake is not None:
+                await self._intake.close()
+        finally:
+            self._lease.release()
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights: from their folder, or by the broadcast that is waiting for it."""
