@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.threads import SINGLE_THREAD
-from moe_trm.models.registry import MOE_FAMILIES
+from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.registry import MOE_FAMILIES, family_of
 
 FOUND = Path(__file__).parent / "models.json"
 FOUND_RELEASES = Path(__file__).parent / "releases.json"
@@ -77,6 +78,8 @@ def examine_release(name: str, folder: Path) -> dict[str, Any]:
 def examine(checkpoint: Path, folder: Path) -> dict[str, Any]:
     """Run everything for one checkpoint; by engine, then check: `yes` or the reason why not."""
     settings = {**SETTINGS, "model": {"checkpoint": str(checkpoint)}, "run_dir": str(folder / "runs")}
+    if family_of(read_hf_config(checkpoint), str(checkpoint)).not_in_megatron:
+        settings["learner"] = {**SETTINGS["learner"], "backend": "deepspeed"}
     settings["record"] = {"bundle": str(folder / "bundle")}
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings), encoding="utf-8")

@@ -29,13 +29,13 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4,
     "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
-    "first_k_dense_replace": 1, "sliding_window": 16,
+    "first_k_dense_replace": 1, "sliding_window": 16, "rotary_dim": 16,
 }  # fmt: skip
 """In place of the published values, where there are any. 32 + 8 latents are 2.5 blocks of 16 weights."""
 ALWAYS = {"vocab_size": 128, "max_position_embeddings": 512, "initializer_range": 0.2}
 SPECIAL_IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 BLOCK = [16, 16]
-_QUANTISED = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
+_QUANTISED = re.compile(r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\..*(_proj(_with_mqa)?|\.w\d)\.weight")
 _EXACT = ".e_score_correction_bias"
 
 

@@ -39,6 +39,7 @@ from routing.gate_proof import FORMULA_TOLERANCE, GateProof
 from routing.hf_blocks import body_of, check_weights, check_whole
 from routing.hf_blocks import gate_of as gate_of
 from routing.hf_blocks import moe_blocks as moe_blocks
+from routing.hf_blocks import selection_bias as selection_bias
 from routing.over_ranks import over_ranks
 from routing.placing import placed_routes, sliced_routes, uncovered
 from routing.replay import (
@@ -284,15 +285,15 @@ class HFReplayer:
             self._check_alone(gate)
         logits, weights, live = output
         check_whole(layer, logits)
-        if running.records and (scores := _selection_scores(gate, logits)) is not None:
+        if running.records and (scores := _selection_scores(self._blocks[layer], logits)) is not None:
             running.keep_margin(layer, scores, self.top_k)
         chosen = running.choose(layer, live, recompute)
         if running.watch is not None and not recompute:
-            running.watch.see(layer, logits, chosen, sigmoid=hasattr(gate, "e_score_correction_bias"))
+            running.watch.see(layer, logits, chosen, sigmoid=selection_bias(self._blocks[layer]) is not None)
         if chosen is live:
             return None
         with torch.no_grad():
-            own = gate_weights(gate, logits, live).to(weights.dtype)
+            own = gate_weights(self._blocks[layer], logits, live).to(weights.dtype)
             # What attention makes of padding may be NaN, which is close to nothing.
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula[layer] += (differs_N & running.due).sum()
@@ -301,7 +302,7 @@ class HFReplayer:
         if logits.requires_grad and self._gates.watches(layer):
             logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         self._logits[layer] = logits.detach()
-        return logits, gate_weights(gate, logits, chosen).to(weights.dtype), chosen
+        return logits, gate_weights(self._blocks[layer], logits, chosen).to(weights.dtype), chosen
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running, recompute = self._running.current()
@@ -317,7 +318,7 @@ class HFReplayer:
         # Nothing is known here about a gate whose hook was taken away; that it was not asked is counted.
         if (logits := self._logits.pop(layer, None)) is not None:
             with torch.no_grad():
-                formula = gate_weights(gate, logits, running.expected[layer])
+                formula = gate_weights(self._blocks[layer], logits, running.expected[layer])
                 self._gates.compare(layer, weights, formula, running.due)
         # One weight that is divided by itself is 1, whatever the logits are.
         constant = self.top_k == 1 and getattr(gate, "norm_topk_prob", True)
@@ -344,16 +345,18 @@ class HFReplayer:
             )
 
 
-def gate_weights(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Gate weights `[N, K]` of `ids` from live `logits` `[N, E]`, as the gate itself weighs its choice.
+def gate_weights(block: nn.Module, logits: Tensor, ids: Tensor) -> Tensor:
+    """Gate weights `[N, K]` of `ids` from live `logits` `[N, E]`, as the gate of `block` weighs its choice.
 
     Differentiable in `logits`.
     """
-    if hasattr(gate, "e_score_correction_bias"):
-        scores = logits.sigmoid().gather(1, ids)
-        if gate.norm_topk_prob:
+    gate = gate_of(block)
+    if selection_bias(block) is not None:
+        scores = logits.float().sigmoid().gather(1, ids)
+        # MiniMax-M2 has no switch: it normalises, and scales by nothing.
+        if getattr(gate, "norm_topk_prob", True):
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return scores * float(gate.routed_scaling_factor)
+        return scores * float(getattr(gate, "routed_scaling_factor", 1.0))
     if getattr(gate, "bias", None) is not None:
         # gpt-oss takes the softmax of the chosen logits; the same weights but for rounding.
         return logits.gather(1, ids).softmax(-1)
@@ -362,9 +365,9 @@ def gate_weights(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
     return chosen / chosen.sum(-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else chosen
 
 
-def _selection_scores(gate: Any, logits: Tensor) -> Tensor | None:
-    """`[N, E]` that the gate takes the best of; None where it chooses groups of experts first."""
-    logits = logits.detach().float()
-    if not hasattr(gate, "e_score_correction_bias"):
+def _selection_scores(block: nn.Module, logits: Tensor) -> Tensor | None:
+    """`[N, E]` that the gate of `block` takes the best of; None where it chooses groups of experts first."""
+    logits, bias = logits.detach().float(), selection_bias(block)
+    if bias is None:
         return logits.softmax(-1)
-    return logits.sigmoid() + gate.e_score_correction_bias if getattr(gate, "num_group", None) == 1 else None
+    return logits.sigmoid() + bias if getattr(gate_of(block), "num_group", 1) == 1 else None

@@ -31,6 +31,17 @@ def gate_of(block: nn.Module) -> Any:
     return getattr(block, "gate", getattr(block, "router", None))
 
 
+def selection_bias(block: nn.Module) -> Tensor | None:
+    """`[E]` what the block's gate adds to the sigmoid of its logits to choose; None: it chooses by softmax.
+
+    The gate has it, in MiniMax-M2 the block.
+    """
+    for owner in (gate_of(block), block):
+        if (bias := getattr(owner, "e_score_correction_bias", None)) is not None:
+            return bias  # type: ignore[no-any-return]
+    return None
+
+
 def moe_blocks(model: nn.Module) -> dict[int, Any]:
     """0-based decoder layer -> its block with `gate` and `experts`, ascending.
 

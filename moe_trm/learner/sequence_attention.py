@@ -49,7 +49,7 @@ def attend_within(
         lengths: tokens of its sequences in order, T in all.
         kind: of the layer.
     """
-    shapes, tokens_P, places_T = _calls(tuple(lengths))
+    shapes, tokens_P, places_T = calls(tuple(lengths))
     tokens_P, places_T = (index.to(query_TND.device) for index in (tokens_P, places_T))
     # One index and one split: slices would each have a gradient as long as the pack.
     parts = (
@@ -64,7 +64,7 @@ def attend_within(
 
 
 @lru_cache(maxsize=32)
-def _calls(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+def calls(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
     """Rows and columns of the calls for sequences of these lengths.
 
     With them `[P]` the token at each place of all calls, where the last one of a sequence fills its row, and `[T]` the

@@ -99,6 +99,7 @@ class Family:
         whole_qk_norms: queries and keys are normed over all heads together.
         expert_biases: experts have biases.
         sinks: attention has a logit more than keys.
+        not_in_megatron: what Megatron-Core's learner lacks for it; empty where it has everything.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
 
@@ -114,6 +115,7 @@ class Family:
     whole_qk_norms: bool = False
     expert_biases: bool = False
     sinks: bool = False
+    not_in_megatron: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def layer(self, hf: HfConfig, index: int) -> Layer:
@@ -122,6 +124,10 @@ class Family:
         if index in moe_layers(hf):
             return Layer(attention.kind, "experts", {**attention.tensors, **self.router(hf)}, self.expert)
         return Layer(attention.kind, "dense", {**attention.tensors, **DENSE}, lambda _number: {})
+
+    def num_cached(self, hf: HfConfig) -> int:
+        """Number of layers that keep keys and values, or latents, of every token."""
+        return sum(self.attention(hf, index).kind != "gated delta" for index in range(int(hf["num_hidden_layers"])))
 
     def attention_kinds(self, hf: HfConfig) -> frozenset[AttentionKind]:
         """The kinds of attention that the layers of this model have."""

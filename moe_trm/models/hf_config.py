@@ -110,6 +110,26 @@ def expert_width(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"])
 
 
+def head_dim(hf_config: Mapping[str, Any]) -> int:
+    """Columns of one attention head."""
+    return int(hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"])
+
+
+def rotary_share(hf_config: Mapping[str, Any]) -> float:
+    """Share of each head's columns that are rotated; MiniMax-M2 gives their number."""
+    rope = hf_config.get("rope_parameters") or {}
+    if share := rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor"):
+        return float(share)
+    return int(hf_config["rotary_dim"]) / head_dim(hf_config) if hf_config.get("rotary_dim") else 1.0
+
+
+def shared_width(hf_config: Mapping[str, Any]) -> int:
+    """Columns of all experts that every token meets."""
+    if width := hf_config.get("shared_expert_intermediate_size"):
+        return int(width)
+    return int(hf_config.get("n_shared_experts") or 0) * expert_width(hf_config)
+
+
 LAYER_KEYS = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "mlp_layer_types")
 """Keys that say which layers are mixtures of experts."""
 

@@ -11,14 +11,44 @@ from moe_trm.models.family import Family
 from moe_trm.models.glm4_moe import GLM4_MOE
 from moe_trm.models.glm4_moe_lite import GLM4_MOE_LITE
 from moe_trm.models.gpt_oss import GPT_OSS
+from moe_trm.models.minimax_m2 import MINIMAX_M2
 from moe_trm.models.mixtral import MIXTRAL
 from moe_trm.models.olmoe import OLMOE
 from moe_trm.models.qwen3 import QWEN3, QWEN3_MOE
+from moe_trm.models.qwen3_5_moe import QWEN3_5_MOE
+from moe_trm.models.qwen3_next import QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (QWEN3, QWEN3_MOE, OLMOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, GPT_OSS)
+    family.name: family
+    for family in (
+        QWEN3,
+        QWEN3_MOE,
+        OLMOE,
+        MIXTRAL,
+        GLM4_MOE,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
+        GPT_OSS,
+        MINIMAX_M2,
+        QWEN3_NEXT,
+        QWEN3_5_MOE,
+    )
 }
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
+
+
+_TEXT_ONLY = "images are not read here; nearest is a checkpoint of its text part alone"
+_SPARSE = "its indexer chooses the tokens that attention sees, and that choice is not replayed here"
+_NEAREST = {
+    "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
+    "Qwen3_5MoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3_5MoeForCausalLM)",
+    "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
+    "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
+    "KimiK25ForConditionalGeneration": f"{_TEXT_ONLY} (DeepseekV3ForCausalLM)",
+    "DeepseekV32ForCausalLM": f"{_SPARSE}; nearest is DeepSeek-V3",
+    "GlmMoeDsaForCausalLM": f"{_SPARSE}; nearest is GLM-4-MoE",
+}
+"""Models that are not supported now: the reason, and what is nearest."""
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family | None:
@@ -35,11 +65,12 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     """
     family = find_family(hf_config)
     if family is None:
+        known = hf_config.get("architectures") or [""]
         raise CheckpointError(
             "model architecture is not supported",
             where=where,
-            got=hf_config.get("architectures"),
-            expected=f"one of {', '.join(known.architecture for known in FAMILIES.values())}",
+            got=f"{known[0]}: {_NEAREST[known[0]]}" if known[0] in _NEAREST else known,
+            expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families, or learner.backend=deepspeed, which needs no conversion.",
         )
     return family

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_trm.config.schema import LearnerConfig
-from moe_trm.models.hf_config import expert_width, num_experts
+from moe_trm.models.hf_config import expert_width, head_dim, num_experts, rotary_share, shared_width
 from moe_trm.models.registry import family_of
 from moe_trm.plan.parameters import NO_ADAPTERS, Adapted
 
@@ -59,6 +59,7 @@ def layer_kept(
     *,
     is_moe: bool,
     adapted: Adapted = NO_ADAPTERS,
+    is_delta: bool = False,
 ) -> Kept:
     """Bytes that one decoder layer keeps.
 
@@ -72,13 +73,14 @@ def layer_kept(
         kernels: the layers' kind.
         is_moe: the layer is a mixture of experts.
         adapted: its adapters.
+        is_delta: it has the gated delta rule in place of attention.
     """
     size, t, hidden = BYTES[learner.dtype], learner.parallel.tensor, int(hf["hidden_size"])
     frozen = learner.lora.rank > 0
     # A router keeps its input, whether it trains or not.
     read = (not frozen or "attention" in adapted.kinds) + (not frozen or is_moe or "dense" in adapted.kinds)
     norms = (2 * norm_kept(hidden, size, kernels, frozen=frozen) + read * size * hidden) / t
-    attention, columns = _attention(hf, learner, kernels)
+    attention, columns = (_delta(hf, size), 0.0) if is_delta else _attention(hf, learner, kernels)
     own_layers = kernels == "fused" and keeps_scores(learner)
     scores = int(hf["num_attention_heads"]) / t * (5 + size) if own_layers else 0.0
     if not is_moe:
@@ -117,7 +119,7 @@ def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: flo
     routed = rows * (size * (trains * int(hf["hidden_size"]) + (_COPIES + trains) * width) + 4)
     # Weights as the dispatcher holds them and transposed in float32, the map as bytes and transposed, ids as int64.
     routing = (10 * experts + 28 * top_k) / t
-    shared = int(hf.get("n_shared_experts") or 0) * expert_width(hf) / t
+    shared = shared_width(hf) / t
     return routed + routing + size * (_COPIES - (not trains_shared)) * shared
 
 
@@ -127,7 +129,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
     heads = int(hf["num_attention_heads"]) / t
     if "kv_lora_rank" in hf:
         return _latent(hf, size, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
-    dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+    dim = head_dim(hf)
     groups = int(hf["num_key_value_heads"]) / t
     normed = family_of(hf, "config.json").megatron(hf).get("qk_layernorm", False)
     context = learner.parallel.context
@@ -145,8 +147,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
         found += _view_norm(groups * dim, size, kernels, groups, frozen=frozen)
     if normed or not copies:
         found += projected
-    rope = hf.get("rope_parameters") or {}
-    rotated = dim * float(rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
+    rotated = dim * rotary_share(hf)
     # Cosines and sines, once for the queries and once for the keys. Layers share those of a pack.
     is_shared = kernels == "plain packed" and rotated == dim and not family_of(hf, "config.json").yarn(hf)
     return found, 0.0 if is_shared else 4 * size * rotated
@@ -156,6 +157,19 @@ def _view_norm(columns: float, size: int, kernels: Kernels, norms: float, *, fro
     """As `norm_kept`, where the input is a view of what is kept anyway."""
     own_input = size * columns if kernels == "fused" or size == 4 else 0
     return norm_kept(columns, size, kernels, norms, frozen=frozen) - own_input
+
+
+_CHUNK = 64
+"""Tokens after which transformers' delta rule has a state."""
+
+
+def _delta(hf: Mapping[str, Any], size: int) -> float:
+    """The gated delta rule in transformers: projections, convolution, float32 copies, states. Not measured."""
+    heads, dim = int(hf["linear_num_value_heads"]), int(hf["linear_key_head_dim"])
+    keys, values = (int(hf[f"linear_num_{x}_heads"]) * int(hf[f"linear_{x}_head_dim"]) for x in ("key", "value"))
+    convolved = size * (2 * (2 * keys + values) + 3 * values)
+    wide = 4 * (3 * (2 * heads * dim + values) + 2 * heads * _CHUNK)
+    return convolved + wide + 4 * dim * values / _CHUNK
 
 
 def _latent(hf: Mapping[str, Any], size: int, heads: float) -> float:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
 from moe_trm.learner.megatron.stages import virtual_stages
+from moe_trm.models.family import AttentionKind, FeedForwardKind
 from moe_trm.models.hf_config import moe_layers
+from moe_trm.models.registry import family_of
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
 from moe_trm.plan.merged import merged_bytes
@@ -267,10 +270,15 @@ def _layers(
     kernels: Kernels,
     adapters: Sequence[Adapted],
 ) -> list[Kept]:
-    moe = frozenset(moe_layers(hf))
-    own = [(layer in moe, adapters[layer] if adapters else NO_ADAPTERS) for layer in layers]
-    kinds = {key: layer_kept(hf, learner, kernels, is_moe=key[0], adapted=key[1]) for key in set(own)}
-    return [kinds[key] for key in own]
+    family = family_of(hf, "config.json")
+
+    @cache
+    def kept(attention: AttentionKind, feed_forward: FeedForwardKind, adapted: Adapted) -> Kept:
+        is_moe, is_delta = feed_forward == "experts", attention == "gated delta"
+        return layer_kept(hf, learner, kernels, is_moe=is_moe, adapted=adapted, is_delta=is_delta)
+
+    own = ((family.layer(hf, number), adapters[number] if adapters else NO_ADAPTERS) for number in layers)
+    return [kept(layer.attention, layer.feed_forward, adapted) for layer, adapted in own]
 
 
 def replay_bytes(hf: Mapping[str, Any], layers: Sequence[int], tokens: float) -> float:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.family import Family, HfConfig, Layer, Link
-from moe_trm.models.hf_config import expert_width, num_experts
+from moe_trm.models.hf_config import expert_width, num_experts, shared_width
 from moe_trm.models.registry import family_of
 
 Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
@@ -193,11 +193,13 @@ _DIVIDED = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "q_b_proj", "kv_b_
 
 
 def _kind(name: str) -> Kind:
-    if "shared_experts" in name:
+    if "shared_expert" in name:
         return "shared experts"
+    if name.endswith("e_score_correction_bias"):
+        return "router"
     if "norm" in name:
         return "norms"
-    if name.startswith("self_attn."):
+    if name.startswith(("self_attn.", "linear_attn.")):
         return "attention"
     if ".experts." in name:
         return "experts"
@@ -208,6 +210,8 @@ def elements_of(name: str, family: Family, hf: HfConfig) -> int:
     """Elements of a tensor of a layer; for a tensor that holds all experts, those of one."""
     hidden, owner = int(hf["hidden_size"]), name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     kind = _kind(name)
+    if name.startswith("linear_attn."):
+        return _delta_elements(owner, hf)
     if kind == "attention" or (kind == "norms" and name.startswith("self_attn.")):
         return _attention_elements(owner, name.endswith(".bias"), family, hf)
     if kind == "norms":
@@ -217,11 +221,29 @@ def elements_of(name: str, family: Family, hf: HfConfig) -> int:
     if kind == "dense":
         return hidden * int(hf["intermediate_size"])
     if kind == "shared experts":
-        return hidden * expert_width(hf) * int(hf["n_shared_experts"])
+        return hidden if owner == "shared_expert_gate" else hidden * shared_width(hf)
     matrices = 2 if owner.startswith("gate_up_proj") else 1
     if owner.endswith("_bias"):
         return hidden if owner.startswith("down") else matrices * expert_width(hf)
     return matrices * hidden * expert_width(hf)
+
+
+def _delta_elements(owner: str, hf: HfConfig) -> int:
+    hidden, heads = int(hf["hidden_size"]), int(hf["linear_num_value_heads"])
+    keys, values = (int(hf[f"linear_num_{x}_heads"]) * int(hf[f"linear_{x}_head_dim"]) for x in ("key", "value"))
+    return {
+        "in_proj_qkvz": hidden * 2 * (keys + values),
+        "in_proj_qkv": hidden * (2 * keys + values),
+        "in_proj_z": hidden * values,
+        "in_proj_ba": hidden * 2 * heads,
+        "in_proj_b": hidden * heads,
+        "in_proj_a": hidden * heads,
+        "conv1d": (2 * keys + values) * int(hf["linear_conv_kernel_dim"]),
+        "norm": int(hf["linear_value_head_dim"]),
+        "out_proj": values * hidden,
+        "A_log": heads,
+        "dt_bias": heads,
+    }[owner]
 
 
 def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig) -> int:
@@ -241,7 +263,8 @@ def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig)
             "o_proj": heads * value * hidden,
         }[owner]
     size = int(hf.get("head_dim") or hidden // heads)
-    rows = {"q": heads * size, "k": groups * size, "v": groups * size}
+    gated = 2 if "gated delta" in family.attention_kinds(hf) else 1
+    rows = {"q": gated * heads * size, "k": groups * size, "v": groups * size}
     if owner.endswith("_norm"):
         return rows[owner[0]] if family.whole_qk_norms else size
     if owner == "sinks":

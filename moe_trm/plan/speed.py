@@ -15,6 +15,7 @@ from moe_trm.config.anchor_passes import scores_every_minibatch
 from moe_trm.config.schema import Config, LearnerConfig, ParallelConfig, RolloutConfig
 from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import num_experts
+from moe_trm.models.registry import family_of
 from moe_trm.plan.columns import data_ranks
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.gpus import Gpu
@@ -63,7 +64,7 @@ def cache_bytes(hf: Mapping[str, Any], gpus: int) -> float:
 
     Latent attention keeps one latent, which every GPU holds. Other key/value heads are shared, at least one a GPU.
     """
-    layers = int(hf["num_hidden_layers"])
+    layers = family_of(hf, "config.json").num_cached(hf)
     if "kv_lora_rank" in hf:
         return 2.0 * layers * (int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]))
     size = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
@@ -136,7 +137,7 @@ def training_operations(
         columns = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"])
     else:
         columns = 2 * int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
-    attention = 2 * int(hf["num_hidden_layers"]) * int(hf["num_attention_heads"]) * columns * context / 2
+    attention = 2 * family_of(hf, "config.json").num_cached(hf) * int(hf["num_attention_heads"]) * columns * context / 2
     forward = 2 * model.active(("embedding",)) + attention
     inside = 2 * sum(active for kind, (_, active) in model.by_kind.items() if kind in FEED_FORWARD)
     again = {"none": 0.0, "selective": inside, "full": forward}[learner.recompute]

@@ -28,7 +28,7 @@ from moe_trm.sync.noise import NormNoise, RouterNoise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_MATRIX = re.compile(r".*\.(\w*_proj|kv_a_proj_with_mqa|w[123]|linear_qkv|linear_fc[12])(\.weight\d*)?")
+_MATRIX = re.compile(r".*\.(\w*_proj|in_proj_\w+|kv_a_proj_with_mqa|w[123]|linear_qkv|linear_fc[12])(\.weight\d*)?")
 _EXACT = ".e_score_correction_bias"
 
 

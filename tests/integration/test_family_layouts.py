@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = {"TP2xEP2": "tensor=2:expert=2", "CP2": "context=2", "PP2": "pipeline=2"}
 SHARED_EXPERTS = {"TP2xETP2": "tensor=2:expert_tensor=2"}
-WHOLE_HEADS, WHOLE_EXPERTS = ("olmoe",), ("gpt_oss",)
+WHOLE_HEADS, WHOLE_EXPERTS = ("olmoe", "minimax_m2"), ("gpt_oss",)
 """Families whose attention, or whose experts, cannot be shared by tensor-parallel ranks."""
 
 

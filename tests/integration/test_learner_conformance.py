@@ -17,7 +17,7 @@ from moe_trm.learner.parameter_groups import ROUTER
 from moe_trm.learner.protocol import Scores
 from routing.hf import HFReplayer
 from routing.replay import ReplayRecords
-from tests.integration.learner_support.families import FAMILIES, make_family
+from tests.integration.learner_support.families import FAMILIES, HYBRIDS, make_family
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import load_reference, make_checkpoint, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
@@ -31,7 +31,9 @@ BFLOAT16_2, BFLOAT16_3 = (f"backend=deepspeed:stage={stage}:dtype=bfloat16" for 
 PACKED_MEGATRON = f"{MEGATRON}:layout=packed"
 PACKED_2, PACKED_3 = (f"backend=deepspeed:stage={stage}:layout=packed" for stage in (2, 3))
 PACKED_RECOMPUTE = f"{PACKED_3}:recompute=full"
-ZERO_FAMILIES = [f"backend=deepspeed:stage={2 + place % 2}:model={name}" for place, name in enumerate(FAMILIES)]
+ZERO_FAMILIES = [
+    f"backend=deepspeed:stage={2 + place % 2}:model={name}" for place, name in enumerate((*FAMILIES, *HYBRIDS))
+]
 # Sigmoid scores, a bias and groups that choose, shared experts and a dense layer: the family most unlike the main one.
 MEGATRON_GLM, *MEGATRON_FAMILIES = (f"{MEGATRON}:model={name}" for name in sorted(FAMILIES, key="glm4_moe".__ne__))
 # An expert's rows are 24 bytes, which torch's grouped product refuses.
@@ -54,7 +56,7 @@ SCRIPT = Path(__file__).parent / "learner_support" / "conformance.py"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("conformance")
-    for name in FAMILIES:
+    for name in (*FAMILIES, *HYBRIDS):
         make_family(name, folder / name)
     make_checkpoint(folder / "odd", moe_intermediate_size=6)
     return make_checkpoint(folder / "main")
@@ -138,13 +140,14 @@ def in_checkpoint_form(model: Any) -> dict[str, Tensor]:
 
     Expert `e` of a fused `[E, 2I, H]` parameter has gate rows first, then up rows.
 
-    Mixtral has names of its own for them; gpt-oss leaves them fused on disk.
+    Mixtral and MiniMax-M2 have names of their own for them; gpt-oss leaves them fused on disk.
     """
     mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     kind, found = model.config.model_type, dict[str, Tensor]()
+    has_own_names = kind in ("mixtral", "minimax_m2")
     for name, parameter in model.named_parameters():
         stem, _, leaf = name.rpartition(".")
-        if kind == "mixtral":
+        if has_own_names:
             stem = stem.replace(".mlp", ".block_sparse_moe")
         if leaf not in ("gate_up_proj", "down_proj") or kind == "gpt_oss":
             found[f"{stem}.{leaf}"] = parameter.grad
@@ -154,7 +157,7 @@ def in_checkpoint_form(model: Any) -> dict[str, Tensor]:
             for matrix, values in zip(
                 ("gate_proj", "up_proj") if len(matrices) > 1 else ("down_proj",), matrices, strict=True
             ):
-                found[f"{stem}.{expert}.{mixtral[matrix] if kind == 'mixtral' else matrix}.weight"] = values
+                found[f"{stem}.{expert}.{mixtral[matrix] if has_own_names else matrix}.weight"] = values
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from routing import ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
-from routing.hf import HFReplayer, gate_of, moe_blocks
+from routing.hf import HFReplayer, gate_of, moe_blocks, selection_bias
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.rows import Rows
 
@@ -35,18 +35,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "deepseek_v3": ("DeepseekV3", {**SIGMOID, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
                                    "qk_nope_head_dim": 4, "v_head_dim": 8}, (1, 2)),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "head_dim": 8}, (1, 2)),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": E, "head_dim": 8, "rotary_dim": 4}, (0, 1, 2)),
     "gpt_oss": ("GptOss", {"num_local_experts": E, "head_dim": 8, "sliding_window": 4,
                            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, (0, 1, 2)),
 }  # fmt: skip
 
+EVERY = FAMILIES | {
+    "qwen3_next": ("Qwen3Next", {"num_experts": E, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+                                 "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                                 "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                                 "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+                   (0, 1, 2)),
+}  # fmt: skip
+"""With those whose packs transformers alone does not keep apart."""
 
-@pytest.fixture(params=list(FAMILIES))
+
+@pytest.fixture(params=list(EVERY))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def build(family: str) -> Any:
-    prefix, options, _ = FAMILIES[family]
+    prefix, options, _ = EVERY[family]
     module = importlib.import_module(f"transformers.models.{family}")
     torch.manual_seed(0)
     model = getattr(module, f"{prefix}ForCausalLM")(getattr(module, f"{prefix}Config")(**(COMMON | options)))
@@ -56,8 +66,8 @@ def build(family: str) -> Any:
         if family == "gpt_oss":
             for tensor in (block.router.bias, block.experts.gate_up_proj_bias, block.experts.down_proj_bias):
                 tensor.data = 0.3 * torch.randn(tensor.shape, generator=generator)
-        if hasattr(gate_of(block), "e_score_correction_bias"):
-            block.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, E))
+        if (bias := selection_bias(block)) is not None:
+            bias.copy_(torch.linspace(-0.3, 0.3, E))
     return model.eval()
 
 
@@ -97,9 +107,9 @@ def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> 
         logits = logits + block.router.bias
     rows = []
     for token, chosen, scores in zip(hidden.flatten(0, 1), ids_BRK.flatten(0, 1), logits, strict=True):
-        if family in ("deepseek_v3", "glm4_moe"):
+        if family in ("deepseek_v3", "glm4_moe", "minimax_m2"):
             weights = torch.sigmoid(scores)[chosen]
-            weights = 2.5 * weights / weights.sum()
+            weights = (1 if family == "minimax_m2" else 2.5) * weights / weights.sum()
         else:
             weights = torch.softmax(scores, 0)[chosen]
             weights = weights if family == "olmoe" else weights / weights.sum()
@@ -114,6 +124,8 @@ def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> 
     out = torch.stack(rows).view_as(hidden)
     if family == "gpt_oss":
         return out, None
+    if family == "qwen3_next":
+        return out + torch.sigmoid(block.shared_expert_gate(hidden)) * block.shared_expert(hidden)
     return out + block.shared_experts(hidden) if hasattr(block, "shared_experts") else out
 
 
@@ -128,11 +140,11 @@ def clamped_expert(experts: Any, expert: int, token: Tensor) -> Tensor:
 
 
 def test_layer_ids_are_the_models_own(family: str) -> None:
-    assert HFReplayer(build(family)).layer_ids == FAMILIES[family][2]
+    assert HFReplayer(build(family)).layer_ids == EVERY[family][2]
 
 
 def test_random_routes_equal_forced_routing_written_out(family: str) -> None:
-    model, data, layers = build(family), batch(), FAMILIES[family][2]
+    model, data, layers = build(family), batch(), EVERY[family][2]
     routes = random_routes(layers)
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     replayed = run(replayer, model, records(layers, data, routes), data)
@@ -158,14 +170,14 @@ def test_random_routes_equal_forced_routing_written_out(family: str) -> None:
 
 
 def test_natural_routes_change_nothing_and_recorded_ones_are_exact(family: str) -> None:
-    model, data, layers = build(family), batch(), FAMILIES[family][2]
+    model, data, layers = build(family), batch(), EVERY[family][2]
     stock = forward(model, data).detach()
     replayer = HFReplayer(model)
     with torch.no_grad(), replayer.use(Record(), **data) as running:
         assert torch.equal(forward(model, data), stock)
     recorded = running.recorded()
     # Gates that choose groups of experts first have no margin.
-    assert set(recorded.margins) == (set() if "n_group" in FAMILIES[family][1] else set(layers))
+    assert set(recorded.margins) == (set() if "n_group" in EVERY[family][1] else set(layers))
     for margin in recorded.margins.values():
         assert margin.shape == (B * R,)
         assert 0 < margin.mean() < 1
@@ -183,7 +195,7 @@ def test_natural_routes_change_nothing_and_recorded_ones_are_exact(family: str) 
 
 
 def test_checkpointing_recomputes_with_the_routes_of_its_micro_batch() -> None:
-    layers, gradients = FAMILIES["qwen3_moe"][2], []
+    layers, gradients = EVERY["qwen3_moe"][2], []
     for checkpointing in (False, True):
         model = build("qwen3_moe").train()
         if checkpointing:
@@ -202,7 +214,7 @@ def test_checkpointing_recomputes_with_the_routes_of_its_micro_batch() -> None:
 
 
 def test_tokens_without_routes_are_refused_or_left_to_the_gate() -> None:
-    model, data, layers = build("qwen3_moe"), batch(), FAMILIES["qwen3_moe"][2]
+    model, data, layers = build("qwen3_moe"), batch(), EVERY["qwen3_moe"][2]
     whole = records(layers, data, random_routes(layers))
     partial = ReplayRecords(tuple(r and r.uncover(slice(2, None)) for r in whole.records))
     with pytest.raises(RouteError, match="no recorded routes"):
@@ -225,7 +237,7 @@ def test_tokens_without_routes_are_refused_or_left_to_the_gate() -> None:
 
 
 def test_what_goes_wrong_stops() -> None:
-    model, data, layers = build("qwen3_moe"), batch(), FAMILIES["qwen3_moe"][2]
+    model, data, layers = build("qwen3_moe"), batch(), EVERY["qwen3_moe"][2]
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     source = records(layers, data, random_routes(layers))
     with pytest.raises(ReplayProofError, match="outside `use`"):
@@ -259,7 +271,7 @@ def test_what_goes_wrong_stops() -> None:
     ids=["no gradient", "other weights"],
 )
 def test_gates_that_are_not_replayed_stop(family: str, change: Any, match: str) -> None:
-    model, data, layers = build(family), batch(), FAMILIES[family][2]
+    model, data, layers = build(family), batch(), EVERY[family][2]
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     source = records(layers, data, random_routes(layers))
     hook = model.model.layers[2].mlp.experts.register_forward_pre_hook(
@@ -275,7 +287,7 @@ def test_gates_that_are_not_replayed_stop(family: str, change: Any, match: str) 
 
 @pytest.mark.parametrize(("family", "normalised"), [("mixtral", True), ("olmoe", False)])
 def test_a_gate_of_one_expert_needs_a_gradient_unless_its_weight_is_always_one(family: str, normalised: bool) -> None:
-    model, data, layers = build(family), batch(), FAMILIES[family][2]
+    model, data, layers = build(family), batch(), EVERY[family][2]
     for layer in layers:
         model.model.layers[layer].mlp.gate.top_k = 1
         model.model.layers[layer].mlp.experts.register_forward_pre_hook(
@@ -292,7 +304,7 @@ def test_a_gate_of_one_expert_needs_a_gradient_unless_its_weight_is_always_one(f
 
 
 def test_shifted_rows_lift_the_local_flip_rate() -> None:
-    model, data, layers = build("qwen3_moe"), batch(), FAMILIES["qwen3_moe"][2]
+    model, data, layers = build("qwen3_moe"), batch(), EVERY["qwen3_moe"][2]
     replayer = HFReplayer(model)
     with torch.no_grad(), replayer.use(Record(), **data) as running:
         forward(model, data)
@@ -303,7 +315,7 @@ def test_shifted_rows_lift_the_local_flip_rate() -> None:
 
 
 def test_unknown_gates_are_refused() -> None:
-    model, data, layers = build("olmoe"), batch(), FAMILIES["olmoe"][2]
+    model, data, layers = build("olmoe"), batch(), EVERY["olmoe"][2]
     model.model.layers[1].mlp.gate.register_forward_hook(lambda _m, _a, out: (out[0], 1.5 * out[1], out[2]))
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     run(replayer, model, records(layers, data, random_routes(layers)), data)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def python(code: str, *, enabled: bool, path: Path | None = None) -> str:
     if path is not None:
         env["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -161,11 +162,33 @@ def test_attention_with_sinks_is_the_softmax_over_keys_and_one_logit_more(num_qu
             torch.testing.assert_close(got[row, head], expected)
 
 
-@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
-def test_latent_attention_reads_the_latents_unless_sglang_knows_better() -> None:
+def test_norms_over_all_heads_are_those_of_minimax_m2_and_of_one_process_only() -> None:
+    from moe_trm_sglang_cpu.whole_norms import around
+
+    q, k = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)
+    weights = torch.rand(8).bfloat16(), torch.rand(4).bfloat16()
+    norms = SimpleNamespace(
+        _world_size=1, _eps=1e-5, _q_norm=SimpleNamespace(weight=weights[0]), _k_norm=SimpleNamespace(weight=weights[1])
+    )
+    for got, x, weight in zip(around(lambda *_: None, norms, q, k), (q, k), weights, strict=True):
+        wide = x.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=0)
+    norms._world_size = 2
+    assert around(lambda *_: "its own", norms, q, k) == "its own"
+
+
+@pytest.fixture(scope="module")
+def activated() -> list[str]:
+    """The words of one process that imports SGLang, which takes half a minute."""
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed")
     code = """
+import torch
+from types import SimpleNamespace
 from moe_trm_sglang_cpu.plugin import activate
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry as registry
+from sglang.srt.plugins.hook_registry import HookRegistry
 print(registry.get_handler('torch_native') is registry.get_handler('triton'))
 activate()
 class Prefill:
@@ -176,5 +199,18 @@ print(registry.get_handler('torch_native')(object(), Prefill).name)
 registry.register('torch_native', 'its own')
 activate()
 print(registry.get_handler('torch_native'))
+HookRegistry.apply_hooks()
+from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
+norm = SimpleNamespace(weight=torch.ones(2), variance_epsilon=0.0, attn_tp_size=1)
+q, k = MiniMaxM2QKRMSNorm(norm, norm).forward(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]]))
+print((q * 12.5**0.5).round().tolist(), (k * 2**0.5).round().tolist())
 """
-    assert python(code, enabled=True).splitlines() == ["True", "MLA", "its own"]
+    return python(code, enabled=True).splitlines()
+
+
+def test_latent_attention_reads_the_latents_unless_sglang_knows_better(activated: list[str]) -> None:
+    assert activated[:3] == ["True", "MLA", "its own"]
+
+
+def test_sglang_norms_minimax_m2_over_all_heads_without_triton(activated: list[str]) -> None:
+    assert activated[3] == "[[3.0, 4.0]] [[0.0, 2.0]]"

@@ -31,7 +31,7 @@ from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
-from moe_trm.models.registry import family_of, find_family
+from moe_trm.models.registry import find_family
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
@@ -87,7 +87,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         ),
         (PartitionSnapshots if partitioned else Snapshots)(
             [policy],
-            inputs_first=family_of(hf, folder) is GPT_OSS,
+            inputs_first=find_family(hf) is GPT_OSS,
             computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
             trained_only=wanted is not None,
         ),

@@ -41,6 +41,7 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
         model, loaded = getattr(transformers, config.architectures[0]).from_pretrained(
             None, state_dict=weights, **options
         )
+    _read_buffers(model, checkpoint)
     # Under names of the model, in which the experts of a layer are one tensor.
     unexpected = {name for name in loaded["unexpected_keys"] if not is_prediction(name, hf)}
     return model, {**loaded, "unexpected_keys": unexpected}
@@ -57,19 +58,34 @@ def empty_model(checkpoint: HfCheckpoint, *, dtype: torch.dtype, **options: Any)
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(model_config(checkpoint.folder), dtype=dtype, **options)
     stand_ins: dict[Tensor, nn.Parameter] = {}
-    for prefix, module in causal.named_modules():
+    for module in causal.modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             # Tied weights are one parameter.
             setattr(module, leaf, stand_ins.setdefault(parameter, nn.Parameter(zero)))
         computed = module._non_persistent_buffers_set
         for leaf, buffer in list(module.named_buffers(recurse=False)):
-            read = None if leaf in computed else checkpoint.read(f"{prefix}.{leaf}").float()
-            setattr(module, leaf, torch.empty_like(buffer, device="cpu") if read is None else read)
+            if leaf in computed:
+                setattr(module, leaf, torch.empty_like(buffer, device="cpu"))
         if computed:
             with torch.no_grad():
                 causal._init_weights(module)
+    _read_buffers(causal, checkpoint)
     return causal.eval()
+
+
+def _read_buffers(causal: Any, checkpoint: HfCheckpoint) -> None:
+    """Read the buffers of the checkpoint, which choose experts, in float32 whatever the dtype of the model.
+
+    transformers 5.19 keeps those of DeepSeek-V3 so, and rounds those of MiniMax-M2.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for prefix, module in causal.named_modules():
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            if leaf not in module._non_persistent_buffers_set:
+                (name,) = revert_weight_conversion(causal, {f"{prefix}.{leaf}": buffer})
+                setattr(module, leaf, checkpoint.read(name).float())
 
 
 @dataclass(frozen=True)

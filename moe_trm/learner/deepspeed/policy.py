@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_trm.errors import CheckpointError
 from moe_trm.learner.deepspeed.hf_model import empty_model, load_model
-from moe_trm.learner.deepspeed.packed import register
+from moe_trm.learner.deepspeed.packed import keep_states_apart, register
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.models.hf_config import expert_width, num_experts, read_hf_config
@@ -79,6 +79,8 @@ def load_policy(
             expected="logits that are hidden states times output weight",
             fix="Use another model: log-probs would be wrong.",
         )
+    if packed:
+        keep_states_apart(causal)
     if recompute:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     return HfPolicy(causal)

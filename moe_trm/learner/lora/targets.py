@@ -20,14 +20,14 @@ from moe_trm.models.registry import family_of, find_family
 from moe_trm.models.tensors import tensor_names
 
 KINDS: Mapping[str, re.Pattern[str]] = {
-    "attention": re.compile(r"\.self_attn\.\w+_proj(_with_mqa)?$"),
+    "attention": re.compile(r"\.self_attn\.\w+_proj(_with_mqa)?$|\.linear_attn\.(in|out)_proj\w*$"),
     "experts": re.compile(r"\.experts\.\d+\.\w+$|\.shared_experts?\.\w+$"),
     "router": re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)$"),
 }
 """Groups of modules by the names of `learner.lora.targets`."""
 ROUTED = re.compile(r"\.experts\.\d+\.\w+$")
 _WEIGHT = ".weight"
-_MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*norm\.weight$).+\.weight$")
+_MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*(norm|conv1d)\.weight$).+\.weight$")
 
 
 def check_lora(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.family import Layer, Link, Packing
+from moe_trm.models.hf_config import head_dim
 from moe_trm.models.registry import family_of
 from moe_trm.models.tensors import TOP
 
@@ -32,11 +33,6 @@ class Heads:
 def heads(hf: Mapping[str, Any]) -> Heads:
     """Attention shape of the model that config.json describes."""
     return Heads(groups=int(hf["num_key_value_heads"]), head_dim=head_dim(hf))
-
-
-def head_dim(hf: Mapping[str, Any]) -> int:
-    """Columns of one attention head."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
 _FUSED_NORMS = {

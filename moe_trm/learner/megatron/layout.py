@@ -42,6 +42,14 @@ def check_layout(
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     where = f"{config.model.checkpoint}/config.json"
     family = family_of(hf_config, where)
+    if family.not_in_megatron:
+        raise CheckpointError(
+            "Megatron-Core's learner has no such layers",
+            where=where,
+            got=f"{family.architecture}: {family.not_in_megatron}",
+            expected="a family that docs/models.md has for Megatron-Core",
+            fix="Set learner.backend=deepspeed.",
+        )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.rotations:

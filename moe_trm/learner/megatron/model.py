@@ -26,7 +26,7 @@ from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.stages import megatron_layout, virtual_stages
 from moe_trm.learner.megatron.whole_norms import use_whole_norms
 from moe_trm.models.family import Link
-from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
+from moe_trm.models.hf_config import expert_width, head_dim, moe_layers, num_experts, rotary_share
 from moe_trm.models.registry import family_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -65,7 +65,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         ffn_hidden_size=int(hf.get("intermediate_size") or hf["moe_intermediate_size"]),
         num_attention_heads=int(hf["num_attention_heads"]),
         num_query_groups=int(hf["num_key_value_heads"]),
-        kv_channels=convert.head_dim(hf),
+        kv_channels=head_dim(hf),
         normalization="RMSNorm",
         layernorm_epsilon=float(hf["rms_norm_eps"]),
         gated_linear_unit=True,
@@ -153,7 +153,7 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         max_sequence_length=int(hf["max_position_embeddings"]),
         position_embedding_type="yarn" if family.yarn(hf) else "rope",
         rotary_base=rotary_base(hf),
-        rotary_percent=rotary_percent(hf),
+        rotary_percent=rotary_share(hf),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
     if config.multi_latent_attention:
@@ -172,13 +172,6 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
 def rotary_base(hf: Mapping[str, Any]) -> float:
     """Base of the rotary frequencies."""
     return float((hf.get("rope_parameters") or {}).get("rope_theta") or hf.get("rope_theta", 10000.0))
-
-
-def rotary_percent(hf: Mapping[str, Any]) -> float:
-    """Share of each head's columns that are rotated."""
-    return float(
-        (hf.get("rope_parameters") or {}).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    )
 
 
 def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:

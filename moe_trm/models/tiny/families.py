@@ -31,7 +31,8 @@ def tiny_family(name: str, seed: int = 0, **options: Any) -> Any:
 
     family = FAMILIES[name]
     prefix = family.architecture.removesuffix("ForCausalLM")
-    config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **family.tiny, **options}, dtype="float32")
+    kind = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    config = kind(**{**COMMON, **family.tiny, **options}, dtype="float32")
     return random_model(family, config, seed)
 
 

@@ -14,7 +14,13 @@ from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.launch import launched
-from moe_trm.rollout.sglang.served_differences import check_epsilons, check_layers, remark_on_epsilons
+from moe_trm.rollout.sglang.served_differences import (
+    check_epsilons,
+    check_layers,
+    check_options,
+    check_states,
+    remark_on_epsilons,
+)
 from moe_trm.rollout.sglang.start_folder import check_quantised
 
 
@@ -28,11 +34,13 @@ class SglangBackend(SglangAnswers, ServerBackend):
     launch = staticmethod(launched)
 
     def check(self, config: Config) -> None:
-        """See `check_quantised`, `check_layers` and `check_epsilons`."""
+        """See `check_quantised`, `check_states`, `check_layers`, `check_options` and `check_epsilons`."""
         hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
         refuse_together(
             lambda: check_quantised(config.rollout, config.model),
+            lambda: check_states(hf, where),
             lambda: check_layers(hf, where),
+            lambda: check_options(hf, where),
             lambda: check_epsilons(hf, where),
         )
 

@@ -45,6 +45,8 @@ Else they are `q_proj`, and each is a tensor of its own.
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32"}
 """The engine's dtype of gpt-oss's tensors that do not follow `--dtype`, by the end of their names."""
+_GATE = re.compile(r"(.*\.block_sparse_moe)\.gate\.weight")
+"""Of Mixtral, and of MiniMax-M2, which has a selection bias beside it and is held in float32."""
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -76,6 +78,8 @@ class Layout(NamedTuple):
     """Engine tensor of each Hugging Face tensor."""
     parts: Mapping[str, Sequence[str]]
     """The parts of each engine tensor, in order."""
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]
+    """Of each engine tensor two dtypes: that of the push, and the one in which the engine stores it."""
     as_is: Mapping[str, torch.dtype | None]
     """The dtype in which the engine hashes the bytes of the parts as they are pushed; None: in no dtype."""
 
@@ -87,18 +91,19 @@ def layout_of(names: frozenset[str], dtype: str) -> Layout:
     parts: dict[str, list[str]] = {}
     for name in sorted(names, key=places.__getitem__):
         parts.setdefault(places[name][0], []).append(name)
-    as_is = {fused: _kept_dtype(fused, own, dtype) for fused, own in parts.items()}
-    return Layout({name: fused for name, (fused, _) in places.items()}, parts, as_is)
+    dtypes = {fused: _dtypes(fused, dtype, names) for fused in parts}
+    as_is = {fused: _kept_dtype(fused, own, *dtypes[fused]) for fused, own in parts.items()}
+    return Layout({name: fused for name, (fused, _) in places.items()}, parts, dtypes, as_is)
 
 
-def _dtypes(fused: str, engine_dtype: str) -> tuple[torch.dtype, torch.dtype]:
-    """Two dtypes: that of the engine's arithmetic, and the one in which it stores the tensor."""
+def _dtypes(fused: str, engine_dtype: str, pushed: Container[str]) -> tuple[torch.dtype, torch.dtype]:
     dtype = DTYPES[Rounding(engine_dtype).dtype_of(fused)]
+    if (gate := _GATE.fullmatch(fused)) and f"{gate[1]}.e_score_correction_bias" in pushed:
+        return dtype, torch.float32
     return dtype, DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
 
 
-def _kept_dtype(fused: str, parts: Sequence[str], engine_dtype: str) -> torch.dtype | None:
-    dtype, held = _dtypes(fused, engine_dtype)
+def _kept_dtype(fused: str, parts: Sequence[str], dtype: torch.dtype, held: torch.dtype) -> torch.dtype | None:
     return dtype if dtype == held and fused not in _VOCAB and not _STACKED.fullmatch(parts[0]) else None
 
 
@@ -123,8 +128,7 @@ class EngineChecksums:
     """
 
     def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
-        self._dtype = dtype
-        self._tensor_of, self._order, self._as_is = layout_of(frozenset(names), dtype)
+        self._tensor_of, self._order, self._dtypes, self._as_is = layout_of(frozenset(names), dtype)
         self._hashers: dict[str, Hasher] = {
             fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
         }
@@ -171,7 +175,7 @@ class EngineChecksums:
 
     def _hash(self, fused: str, tensor: Tensor) -> None:
         hasher = self._hashers[fused]
-        dtype, held = _dtypes(fused, self._dtype)
+        dtype, held = self._dtypes[fused]
         hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
         if fused in _VOCAB:
             padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE

@@ -12,13 +12,17 @@ from types import MappingProxyType
 from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import LATENT_EPSILON
 from moe_trm.models.family import HfConfig
-from moe_trm.models.hf_config import LAYER_KEYS, moe_layers
+from moe_trm.models.hf_config import LAYER_KEYS, head_dim, moe_layers, rotary_share
+from moe_trm.models.registry import find_family
 
 READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Qwen3MoeForCausalLM": (),
         "OlmoeForCausalLM": (),
         "MixtralForCausalLM": (),
+        "MiniMaxM2ForCausalLM": (),
+        "Qwen3NextForCausalLM": (),
+        "Qwen3_5MoeForCausalLM": (),
         "GptOssForCausalLM": (),
         "Glm4MoeForCausalLM": ("first_k_dense_replace",),
         "Glm4MoeLiteForCausalLM": ("first_k_dense_replace",),
@@ -26,10 +30,29 @@ READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Those of `LAYER_KEYS` that SGLang reads, by architecture. Without any, every layer is a mixture of experts."""
+_SAID = MappingProxyType({"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True})
+"""What MiniMax-M2 has in transformers whatever config.json says, and in SGLang where it says so."""
 HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
 _EVERY_NORM = 1e-5
 """SGLang's epsilon in every norm of OLMoE."""
+
+
+def check_states(hf: HfConfig, where: str) -> None:
+    """Refuse a model with the gated delta rule: what SGLang holds of it was never compared with a push.
+
+    Raises:
+        CheckpointError: a layer has the gated delta rule.
+    """
+    family = find_family(hf)
+    if family is not None and "gated delta" in family.attention_kinds(hf):
+        raise CheckpointError(
+            "the gated delta rule is not served yet",
+            where=f"{where}, layer_types",
+            got=f"{family.architecture}, whose kernels need CUDA; no push was ever proved",
+            expected="a family that docs/models.md has for SGLang",
+            fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
+        )
 
 
 def check_layers(hf: HfConfig, where: str) -> None:
@@ -52,6 +75,26 @@ def check_layers(hf: HfConfig, where: str) -> None:
             "those without weights in the checkpoint would be random",
             fix="Train this model with rollout.engine=bundle, or with an engine of your own that serves dense layers.",
         )
+
+
+def check_options(hf: HfConfig, where: str) -> None:
+    """Refuse a MiniMax-M2 that SGLang would serve with another router, another rotation or without norms.
+
+    Raises:
+        CheckpointError: a key that SGLang needs is absent, or has another value.
+    """
+    if hf.get("architectures") != ["MiniMaxM2ForCausalLM"]:
+        return
+    expected = {**_SAID, "rotary_dim": int(rotary_share(hf) * head_dim(hf))}
+    for key, value in expected.items():
+        if hf.get(key) != value:
+            raise CheckpointError(
+                "SGLang 0.5.23 serves another model than this one",
+                where=f"{where}, {key}",
+                got=hf.get(key, "no such key"),
+                expected=value,
+                fix="Use the published config.json; transformers takes the value for granted, and SGLang does not.",
+            )
 
 
 def check_epsilons(hf: HfConfig, where: str) -> None:

@@ -28,6 +28,7 @@ def activate() -> None:
         _register_allocator()
         _register_latent_attention()
         _register_sink_attention()
+        _register_whole_norms()
 
 
 def without_cuda() -> bool:
@@ -74,6 +75,17 @@ def _register_sink_attention() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend("triton")(_sink_attention)
+
+
+def _register_whole_norms() -> None:
+    """MiniMax-M2's norms of queries and keys, where the real triton is absent."""
+    if not isinstance(import_module("triton"), InertModule):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moe_trm_sglang_cpu.whole_norms import around
+
+    HookRegistry.register("sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive", around, HookType.AROUND)
 
 
 def _sink_attention(runner: Any) -> Any:

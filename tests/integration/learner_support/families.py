@@ -23,16 +23,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
                                                "truncate": False,
                                                "original_max_position_embeddings": 64, "beta_fast": 8.0}}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": EXPERTS, "rotary_dim": 8, "intermediate_size": 32}),
     "glm4_moe_lite": ("Glm4MoeLite", {**SIGMOID, "n_group": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
                                       "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8,
                                       "v_head_dim": 16}),
 }  # fmt: skip
 """Name in transformers -> prefix of its classes, and what its configuration says beside `SHAPE`."""
+DELTA = {
+    "num_experts": EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+HYBRIDS = {"qwen3_next": ("Qwen3Next", DELTA), "qwen3_5_moe": ("Qwen3_5MoeText", DELTA)}
+"""The same for families that only DeepSpeed trains."""
 
 
 def make_family(name: str, folder: Path, **overrides: object) -> Path:
     """Random weights; a selection bias, where there is one, that changes the choice of experts."""
-    prefix, options = FAMILIES[name]
+    prefix, options = (FAMILIES | HYBRIDS)[name]
     module = importlib.import_module(f"transformers.models.{name}")
     config = getattr(module, f"{prefix}Config")(**{**SHAPE, "num_experts_per_tok": TOP_K, **options, **overrides})
-    return save_model(getattr(module, f"{prefix}ForCausalLM"), config, folder)
+    return save_model(getattr(module, f"{prefix.removesuffix('Text')}ForCausalLM"), config, folder)

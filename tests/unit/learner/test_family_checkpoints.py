@@ -153,14 +153,34 @@ def tiny_config(family: str, **change: object) -> dict[str, Any]:
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: str) -> None:
     hf = {"num_experts_per_tok": 2, **tiny_config(family)}
+    if FAMILIES[family].not_in_megatron:
+        with pytest.raises(CheckpointError, match=r"(?s)gated delta rule.*learner\.backend=deepspeed"):
+            check_layout(config(expert=2), "0.16.1", hf)
+        return
     check_layout(config(expert=2), "0.16.1", hf)
     with pytest.raises(ConfigError, match=r"experts, 3 ranks"):
         check_layout(config(expert=3), "0.16.1", hf)
 
 
 @pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("NemotronHForCausalLM", "Mamba layers are not supported; nearest are Qwen3-Next"),
+        ("Qwen3_5MoeForConditionalGeneration", r"images are not read here; nearest .* \(Qwen3_5MoeForCausalLM\)"),
+        ("DeepseekV32ForCausalLM", "that choice is not replayed here; nearest is DeepSeek-V3"),
+        ("GlmMoeDsaForCausalLM", "that choice is not replayed here; nearest is GLM-4-MoE"),
+        ("MambaForCausalLM", "got: +.*MambaForCausalLM"),
+    ],
+)
+def test_models_that_are_not_supported_now_are_refused_with_what_is_nearest(architecture: str, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=f"(?s)architecture is not supported.*{reason}"):
+        check_layout(config(), "0.16.1", {"architectures": [architecture]})
+
+
+@pytest.mark.parametrize(
     ("family", "change", "reason"),
     [
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),

@@ -49,9 +49,9 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> T
 def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """`TOGETHER`."""
     monkeypatch.setattr(sequence_attention, "TOGETHER", request.param)
-    sequence_attention._calls.cache_clear()
+    sequence_attention.calls.cache_clear()
     yield request.param
-    sequence_attention._calls.cache_clear()
+    sequence_attention.calls.cache_clear()
 
 
 def test_calls_have_rows_of_like_lengths(together: int) -> None:
@@ -60,7 +60,7 @@ def test_calls_have_rows_of_like_lengths(together: int) -> None:
         5: [(1, 7), (1, 1), (2, 5), (1, 12)],
         0: [(1, 7), (1, 1), (1, 4), (1, 12), (1, 5)],
     }
-    assert sequence_attention._calls(LENGTHS)[0] == expected[together]
+    assert sequence_attention.calls(LENGTHS)[0] == expected[together]
 
 
 @pytest.mark.usefixtures("together")

@@ -2,8 +2,8 @@
 
 Each config.json under `moe_trm/models/published` holds the published values that shapes depend on. Sources: the
 defaults of transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models`
-(Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model
-card (gpt-oss-20b).
+(Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2, Qwen3-Next),
+Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
 """
 
 from __future__ import annotations
@@ -135,6 +135,11 @@ STATEMENTS = (
     Statement("Kimi-K2", "active", "32", "its card", NO_EMBEDDING),
     Statement("Kimi-K2", "total", "1.04T", K2, ALL),
     Statement("Kimi-K2", "active", "32.6", K2, NO_EMBEDDING),
+    Statement("Qwen3-Next-80B-A3B", "total", "80", "its card", Counting("all")),
+    Statement("Qwen3-Next-80B-A3B", "total", "79", "its card", Counting("no ends", ENDS)),
+    Statement("Qwen3-Next-80B-A3B", "active", "3", "its card", NO_ENDS),
+    Statement("MiniMax-M2", "total", "230", "its card", ALL),
+    Statement("MiniMax-M2", "active", "10", "its card", NO_EMBEDDING),
 )
 """Every printed number that was found, the most exact ones last where a model has several."""
 

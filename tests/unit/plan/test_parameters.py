@@ -27,8 +27,8 @@ def test_counts_are_those_of_transformers(name: str) -> None:
 def test_printed_digits_are_ours_in_the_publishers_own_counting() -> None:
     """Ours rounds to them, in every statement but these. Where a publisher does not say what counts, some reading does.
 
-    Qwen cuts 3.35 off. DeepSeek's and Moonshot's own numbers with one more digit, and the total of GLM-4.5-Air, do not
-    follow from the config.json and what the publisher says is counted.
+    Qwen cuts 3.35 off. MiniMax rounds 228.7 to tens. DeepSeek's and Moonshot's own numbers with one more digit, and
+    the total of GLM-4.5-Air, do not follow from the config.json and what the publisher says is counted.
     """
     others = {(one.model, one.number, one.printed): one.agreement for one in STATEMENTS if one.agreement != "rounded"}
     assert others == {
@@ -37,6 +37,7 @@ def test_printed_digits_are_ours_in_the_publishers_own_counting() -> None:
         ("DeepSeek-V3", "active", "36.7"): "no",
         ("Kimi-K2", "total", "1.04T"): "no",
         ("Kimi-K2", "active", "32.6"): "no",
+        ("MiniMax-M2", "total", "230"): "no",
     }
     assert {one.key for one in STATEMENTS} == {file.stem for file in MODELS.glob("*.json")}
 
@@ -62,6 +63,17 @@ def test_kimi_k2_is_counted_from_its_tensors() -> None:
     assert round(model.active(("embedding",)) / BILLION) == 32
     layer = sum(part.elements for part in model.layers[-1])
     assert round((model.total() + layer) / BILLION / 10) == 104
+
+
+def test_qwen3_5_is_counted_from_its_tensors() -> None:
+    """35.95 billion with the vision tower (0.447) and the MTP layer, which lie beside the text that is counted here."""
+    text = {"architectures": ["Qwen3_5MoeForCausalLM"], "vocab_size": 248320, "num_hidden_layers": 40}
+    model = model_of(
+        {**hf_config("qwen3_next_80b_a3b"), **text, "num_experts": 256, "num_experts_per_tok": 8, "layer_types": None}
+    )
+    layer = sum(part.elements for part in model.layers[-1])
+    assert (model.total() + layer + 2 * 2048**2 + 3 * 2048) / BILLION + 0.447 == pytest.approx(35.95, rel=0.005)
+    assert model.active(ENDS) / BILLION == pytest.approx(2.44, rel=0.005)
 
 
 def test_kinds_add_up_and_prediction_layers_stand_apart() -> None:

@@ -17,10 +17,17 @@ from moe_trm.doctor.served import known_difference
 from moe_trm.errors import CheckpointError
 from moe_trm.models.hf_config import LAYER_KEYS
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
-from moe_trm.rollout.sglang.served_differences import READ_KEYS, check_epsilons, check_layers, remark_on_epsilons
+from moe_trm.rollout.sglang.served_differences import (
+    READ_KEYS,
+    check_epsilons,
+    check_layers,
+    check_options,
+    check_states,
+    remark_on_epsilons,
+)
 from tests.published_models import published_config
 
-FILES = {"deepseek_v3": "deepseek_v2"}
+FILES = {"deepseek_v3": "deepseek_v2", "qwen3_5_moe": "qwen3_5"}
 """Of SGLang, where the name is not the family's."""
 
 
@@ -106,3 +113,34 @@ def test_launch_and_doctor_say_so(backend: str, tmp_path: Path) -> None:
     assert "epsilon 1e-05, transformers and the learners with 1e-06" in told.says
     write(published_config("deepseek_v3"))
     assert not [*known_difference(config().rollout, str(tmp_path))]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_qk_norm", False), ("use_routing_bias", None), ("scoring_func", "softmax"), ("rotary_dim", 64)],
+)
+def test_minimax_m2_without_what_sglang_must_be_told_is_refused(key: str, value: object) -> None:
+    hf = published_config("minimax_m2")
+    check_options(hf, "config.json")
+    check_options({"architectures": ["MixtralForCausalLM"]}, "config.json")
+    other = {name: held for name, held in hf.items() if name != key}
+    if key == "rotary_dim":
+        other["partial_rotary_factor"] = 0.5
+    with pytest.raises(
+        CheckpointError, match=f"(?s)serves another model than this one.*config.json, {key}.*no such key"
+    ):
+        check_options(other, "config.json")
+    if key != "rotary_dim":
+        with pytest.raises(CheckpointError, match=key):
+            check_options({**hf, key: value}, "config.json")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_states_that_no_push_was_compared_with_are_not_served(family: str) -> None:
+    if family not in ("qwen3_next", "qwen3_5_moe"):
+        check_states(hf_of(family), "config.json")
+        return
+    with pytest.raises(CheckpointError, match="gated delta rule is not served yet"):
+        check_states(hf_of(family), "config.json")
+    full = {**hf_of(family), "layer_types": ["full_attention"] * 4}
+    check_states(full, "config.json")

@@ -30,6 +30,17 @@ def test_biases_that_choose_experts_are_pushed_and_hashed_in_float32() -> None:
     assert checksums.result() == {bias: sha(values)}
 
 
+def test_the_router_of_minimax_m2_is_pushed_as_the_others_and_held_in_float32() -> None:
+    """Mixtral's has the same name, and the dtype of the engine."""
+    stem, values = "model.layers.1.block_sparse_moe.", torch.tensor([[0.1], [0.2]])
+    gate, bias = f"{stem}gate.weight", f"{stem}e_score_correction_bias"
+    for names, held in (([gate, bias], values.bfloat16().float()), ([gate], values.bfloat16().view(torch.int16))):
+        checksums = EngineChecksums(names, "bfloat16")
+        for name in names:
+            checksums.add(name, values)
+        assert checksums.result()[gate] == sha(held)
+
+
 def test_compressed_queries_and_keys_of_latent_attention_are_one_tensor() -> None:
     prefix = "model.layers.0.self_attn."
     queries, keys = f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"
