@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 113
+LIMIT = 103
 """Functions, methods and callable types that take the whole `Config`. Builders may; lower this with each that goes."""
+SEARCHED = "plan"
+"""The planner is left out: configurations are what it searches."""
 
 
 def takes_config(tree: ast.AST) -> Iterator[str]:
@@ -38,6 +40,7 @@ def test_few_functions_take_the_whole_configuration() -> None:
         f"{path.relative_to(ROOT)}:{place}"
         for folder in ("moe_trm", "launch")
         for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.parent.name != SEARCHED
         for place in takes_config(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert len(found) <= LIMIT, "\n".join(found)
