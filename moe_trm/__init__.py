@@ -3,4 +3,4 @@
 The rollout is recorded and replayed in the learner, and the remaining mismatch is measured by part and corrected.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
