@@ -139,7 +139,7 @@ def test_no_engine_is_named_outside_its_folder_and_its_builders() -> None:
         if path not in BUILDERS and not path.startswith(SPOKEN)
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in SERVER_BACKENDS
-        if not path.startswith(f"moe_trm/rollout/{node.value}/")
+        if not path.startswith(f"moe_trm/rollout/{node.value!s}/")
     }
     assert not found
 
