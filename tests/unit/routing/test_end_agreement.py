@@ -83,12 +83,12 @@ def test_only_rows_that_these_weights_sampled_are_judged() -> None:
 
 def test_counts_against_a_loop_over_tokens() -> None:
     rng = np.random.default_rng(10)
-    lengths = [1, 7, 16, 17, 90, 400]
+    lengths = [1, 15, 16, 17, 90, 400]
     sample_N = np.repeat([0, 2, 3, 5, 6, 9], lengths)
     lost_N = rng.integers(0, 5, len(sample_N))
     expected, start = np.zeros(SHAPE, np.int64), 0
     for length in lengths:
-        for place in range(length):
+        for place in range(length if length >= 2 * SHORTEST else 0):
             side, distance = (1, length - 1 - place) if length - 1 - place < place else (0, place)
             edge = next(number for number in range(SHAPE[1]) if distance < SHORTEST << number)
             expected[side, edge] += (6, lost_N[start + place])
