@@ -81,6 +81,17 @@ def test_only_rows_that_these_weights_sampled_are_judged() -> None:
     assert "the first 8 tokens of all samples" in str(token_fault(flips_of(lost, "OLMoE", at_sampling=True), 8, 64))
 
 
+@pytest.mark.parametrize("shape", MODELS)
+def test_ends_that_lose_twice_what_a_coarse_engine_loses_everywhere_are_rounding(shape: str) -> None:
+    layers, top_k, _ = SHAPES[shape]
+    rng = np.random.default_rng(11)
+    rates = np.full((SAMPLES, TOKENS, layers), 0.16)
+    rates[:, -SHORTEST:] = 0.32
+    assert not judged(rng.binomial(top_k, rates), shape)
+    rates[:, :-SHORTEST] = 0.01
+    assert judged(rng.binomial(top_k, rates), shape)
+
+
 def test_counts_against_a_loop_over_tokens() -> None:
     rng = np.random.default_rng(10)
     lengths = [1, 15, 16, 17, 90, 400]
