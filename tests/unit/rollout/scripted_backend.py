@@ -57,12 +57,7 @@ class ScriptedBackend(ServerBackend):
     """See `ServerBackend`."""
 
     traits = EngineTraits(
-        records_routes=False,
-        records_masks=False,
-        has_servers=True,
-        lends_memory=False,
-        awaits_weights=True,
-        scores_tokens=True,
+        records_routes=False, records_masks=False, has_servers=True, lends_memory=False, awaits_weights=True
     )
     generate_path = "/say"
     alive_path = "/weights"
