@@ -20,6 +20,7 @@ OUTSIDE = {
     "examples/agent/README.md": "examples/agent.md",
     "examples/openai_agents/README.md": "examples/openai_agents.md",
     "examples/terminal/README.md": "examples/terminal.md",
+    "examples/distillation/README.md": "examples/distillation.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
 }
 """Pages by their path in the repository, and where the site has them."""

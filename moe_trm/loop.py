@@ -115,6 +115,7 @@ def train(
                     passed = anchors.score(learner, batch, moved=bool(updates), every=probe.anchors_all(batch))
                     anchored = reference.score(learner, passed)
                     anchored = advantages.given(learner, anchored, batch.compared, reference.penalties(anchored))
+                    anchored = reference.lowered(anchored)
                 with phases.time("probe"):
                     replayed += learner.replay_report() if probe.due(step) else ReplayReport()
                     probed |= probe.run(step, learner, anchored)

@@ -120,6 +120,7 @@ class RolloutRecord:
         session: the tree of the agent's session that it is a row of, its answers in the order in which they came; empty
             where the sample is no session.
         baseline: reward of the greedy answer to the same prompt; None where none was asked for.
+        teacher_logprobs: `[S]` float32, log-prob of each sampled token under `kl.teacher`; None without a teacher.
     """
 
     sample_id: int
@@ -140,6 +141,7 @@ class RolloutRecord:
     further: tuple[RolloutRecord, ...] = ()
     session: tuple[SessionTurn, ...] = ()
     baseline: float | None = None
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def rows(self) -> tuple[RolloutRecord, ...]:
@@ -325,6 +327,7 @@ class TokenBatch:
         sample_tokens: `[B]` int64 scored tokens of all rows of each row's sample, 0 on padding rows; None where every
             row is a whole sample.
         row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.
+        teacher_logprobs: `[B, R]` float32, 0 where `mask` is False; None without a teacher.
     """
 
     input_ids: torch.Tensor
@@ -347,6 +350,7 @@ class TokenBatch:
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
 
     @cached_property
     def rollout_routes(self) -> ReplayRecords:

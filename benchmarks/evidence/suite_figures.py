@@ -1,16 +1,19 @@
 """Figures of a suite of runs from what has run: JSON with every run, a table in Markdown, and a picture.
 
-`python -m benchmarks.evidence.suite_figures [FILE] [--out FOLDER] [--json FILE] [--table FILE] [--picture FILE]`.
-`FILE` is the experiment's, `FOLDER` where it ran. `benchmarks/evidence/suites.py` says what is compared. Differences
-are taken between runs of the same seed.
+`python -m benchmarks.evidence.suite_figures [FILE] [--out FOLDER] [--joined FILE] [--json FILE] [--table FILE]
+[--picture FILE]`. `FILE` is the experiment's, and `FOLDER` where it ran. `--joined` names the JSON of earlier runs of
+the same file, whose folder is gone: seeds that the folder lacks are taken from it. `benchmarks/evidence/suites.py` says
+what is compared. Differences are taken between runs of the same seed.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from benchmarks.evidence.suites import SUITES, Figure, Gain, Suite
 from benchmarks.figure import COLOURS, INK, MUTED, circle, document, text
@@ -20,7 +23,7 @@ from moe_trm.experiment.arms import Arm, read_arms
 from moe_trm.experiment.commands import about
 from moe_trm.experiment.comparison import Comparison
 from moe_trm.experiment.plan import make_plan
-from moe_trm.experiment.progress import States
+from moe_trm.experiment.progress import RunState, States
 from moe_trm.experiment.tables import NOT_MEASURED, Table
 from moe_trm.report.conclusion import Measure
 from moe_trm.report.intervals import around_mean
@@ -29,6 +32,8 @@ from moe_trm.report.scale import short
 
 FILE = Path("benchmarks/evidence/staleness.yaml")
 LEFT, RIGHT, TOP, LINE = 150, 560, 60, 26
+STATE = ("state", "reason", "attempts", "earlier")
+"""What the JSON keeps of the state of a run."""
 TICK = 40
 """Least distance of two labels of the axis."""
 
@@ -37,22 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("file", type=Path, nargs="?", default=FILE, help=f"the experiment's file (default: {FILE})")
     parser.add_argument("--out", type=Path, help="folder of its runs, if not its own")
+    parser.add_argument("--joined", type=Path, help="earlier figures of the same file, whose seeds are added")
     parser.add_argument("--table", type=Path, help="write the tables here, in Markdown")
     parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
     args = parser.parse_args(argv)
     plan = make_plan(args.file, args.out, lambda _config, _ranks: None)
     states = States(plan)
     suite = SUITES[plan.file.name]
-    arms = [arm for arm in read_arms(plan, states) if arm.runs or arm.failed]
+    earlier = json.loads(args.joined.read_text(encoding="utf-8")) if args.joined else {"rows": [], "runs": []}
+    arms = [joined(arm, earlier, suite, plan.file.steps) for arm in read_arms(plan, states)]
+    arms = [arm for arm in arms if arm.runs or arm.failed]
     found = list(comparisons(arms, suite))
     details = {
         "experiment": about(plan, states),
+        **({"joined": earlier["experiment"]} if args.joined else {}),
         "arms": {arm.name: {key: own for key, (_, own) in plan.apart(arm.name).items()} for arm in arms},
-        "runs": [
-            {"run": s.run, "state": s.state, "attempts": s.attempts, "reason": s.reason, "earlier": s.earlier}
-            for arm in arms
-            for s in arm.states
-        ],
+        "runs": [{"run": s.run, **{key: getattr(s, key) for key in STATE}} for arm in arms for s in arm.states],
     }
     rows = [*(arm_row(arm, suite) for arm in arms), *map(difference_row, found)]
     report("Held-out success at the end, by arm; then paired differences", rows, args.json, details)
@@ -62,6 +67,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.picture:
         args.picture.write_text(draw(arms, suite), encoding="utf-8")
     return 0
+
+
+def joined(arm: Arm, earlier: Mapping[str, Any], suite: Suite, last: int) -> Arm:
+    """The arm with the seeds that it lacks, as far as the earlier report has their figures of one metric."""
+    told: dict[str, dict[str, Any]] = {state["run"]: state for state in earlier["runs"]}
+    known = tuple(
+        RunState(run=s.run, arm=s.arm, seed=s.seed, **{key: told[s.run][key] for key in STATE})
+        if s.state != "finished" and s.run in told
+        else s
+        for s in arm.states
+    )
+    finished = [run.rpartition("-seed") for run, state in told.items() if state["state"] == "finished"]
+    rows: dict[int, dict[str, float]] = {int(seed): {"step": last} for name, _, seed in finished if name == arm.name}
+    row: Row = next((row for row in earlier["rows"] if row.get("arm") == arm.name), {})
+    for figure in (*suite.compared, *suite.beside):
+        own = str(row.get(f"{figure.name}_runs", "")).split()
+        if figure.by is None and len(figure.metrics) == 1 and len(own) == len(rows):
+            for seed, value in zip(rows, own, strict=True):
+                rows[seed][figure.metrics[0]] = float(value)
+    runs = {seed: Run(Path(f"{arm.name}-seed{seed}"), {}, [own], ()) for seed, own in rows.items()} | dict(arm.runs)
+    return Arm(arm.name, dict(sorted(runs.items())), known, arm.evaluations)
 
 
 def values(arm: Arm, figure: Figure, late: int) -> dict[int, float]:
@@ -90,13 +116,12 @@ def _of(run: Run, metric: str, late: int) -> float | None:
 
 
 def arm_row(arm: Arm, suite: Suite) -> Row:
-    """Means over seeds, and each run's value of what is compared."""
+    """Means over seeds, and each run's value."""
     row: Row = {"arm": arm.name, "finished": len(arm.runs), "failed": len(arm.failed)}
     for figure in (*suite.compared, *suite.beside):
         own = values(arm, figure, suite.late).values()
         row[figure.name] = fmean(own) if own else NOT_MEASURED
-        if figure in suite.compared:
-            row[f"{figure.name}_runs"] = " ".join(f"{value:.4g}" for value in own) or NOT_MEASURED
+        row[f"{figure.name}_runs"] = " ".join(f"{value:.4g}" for value in own) or NOT_MEASURED
     return row
 
 

@@ -11,14 +11,14 @@ def scores_every_minibatch(
 ) -> bool:
     """True when the first minibatch of a step is scored too, although its update's own forward would give the same.
 
-    A recording keeps the scores of the step's start. A KL in the reward, advantages that read ratios and a learning
-    rate by effective sample size need them before the update. Rules and losses that look at a whole minibatch need them
-    as well (`moe_trm/step/recipe.py`), and several epochs.
+    A recording keeps the scores of the step's start. A KL in reward or advantage, advantages that read ratios and a
+    learning rate by effective sample size need them before the update. Rules and losses that look at a whole minibatch
+    need them as well (`moe_trm/step/recipe.py`), and several epochs.
     """
     return bool(
         learner.epochs > 1
         or record.bundle
-        or (kl.coef > 0 and kl.where == "reward")
+        or kl.before_updates
         or optimizer.ess_scale != "off"
         or ADVANTAGES[advantage.name].reads_ratios
     )

@@ -8,6 +8,7 @@ from moe_trm.config import schedule_rules
 from moe_trm.config.schema import Config
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
+from moe_trm.runtime.addresses import in_the_clear
 
 PROJECTS = {"wandb", "mlflow", "trackio"}
 """Trackers that file runs under a project."""
@@ -34,7 +35,12 @@ def idle_settings(config: Config) -> Iterator[str]:
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
             for key in ("urls", "url", "router", "intake_processes")
         ),
-        ("rollout", "trusted_network", not rollout.in_the_clear, "no key crosses a network in the clear"),
+        (
+            "rollout",
+            "trusted_network",
+            not rollout.in_the_clear and not in_the_clear(config.kl.teacher),
+            "no key crosses a network in the clear",
+        ),
         ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_weights, f"{engine} takes no weights")
@@ -84,7 +90,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         *(
             ("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference")
-            for key in ("estimator", "ratio", "clip", "where")
+            for key in ("estimator", "ratio", "clip", "where", "teacher")
         ),
         *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
         *(

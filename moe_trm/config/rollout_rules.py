@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, PipelineConfig, RecordConfig, ReplayConfig, RolloutConfig, SyncConfig
+from moe_trm.config.schema import (
+    Config,
+    KlConfig,
+    PipelineConfig,
+    RecordConfig,
+    ReplayConfig,
+    RolloutConfig,
+    SyncConfig,
+)
+from moe_trm.runtime.addresses import in_the_clear
 
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
@@ -15,8 +24,36 @@ def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
         *_rollout(config.rollout, config.keeps_masks, config.record, config.sync),
+        *_teacher(config.kl, config.rollout, config.keeps_masks),
         *_pipeline(config.pipeline, config.rollout, config.replay, config.sync),
     ]
+
+
+def _teacher(kl: KlConfig, rollout: RolloutConfig, keeps_masks: bool) -> Iterator[Problem]:
+    if not kl.teacher:
+        return
+    if (clear := in_the_clear(kl.teacher)) and not rollout.trusted_network:
+        yield Problem(
+            "rollout.trusted_network",
+            "the key of the teacher's servers would cross a network in the clear",
+            got=", ".join(clear),
+            expected="addresses of this machine, https://, or a network that nobody else listens on",
+            fix="set rollout.trusted_network=true if it is such a network; else give the servers certificates",
+        )
+    if keeps_masks:
+        yield Problem(
+            "sampling_mask.mode",
+            "the teacher scores over the whole vocabulary, and the policy would over the kept ids",
+            got="keep with kl.teacher",
+            expected="off",
+        )
+    if rollout.temperature != 1:
+        yield Problem(
+            "rollout.temperature",
+            "the teacher scores at temperature 1, as the policy must",
+            got=f"{rollout.temperature} with kl.teacher",
+            expected="1",
+        )
 
 
 def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sync: SyncConfig) -> Iterator[Problem]:

@@ -166,7 +166,7 @@ def _average(
     readers = [
         ("replay.mode=R2, which replays the routes of the anchor pass", replay.mode == "R2"),
         (f"pipeline.behavior={pipeline.behavior}", not pipeline.has_anchor_pass),
-        ("kl.where=reward", kl.coef > 0 and kl.where == "reward"),
+        (f"kl.where={kl.where}", kl.before_updates),
         (f"optimizer.ess_scale={optimizer.ess_scale}", optimizer.ess_scale != "off"),
         (f"advantage.name={advantage.name}", ADVANTAGES[advantage.name].reads_ratios),
     ]

@@ -10,6 +10,7 @@ from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import (
     AdvantageConfig,
+    BatchConfig,
     Config,
     KlConfig,
     LearnerConfig,
@@ -22,12 +23,20 @@ from moe_trm.config.schema import (
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
+_OFFLOADING = {
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+}
+"""Options of Megatron-Core's optimizer that `learner.offload_optimizer` sets."""
+
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
         *_batch(config),
-        *_kl(config.kl, config.advantage),
+        *_kl(config.kl, config.advantage, config.batch),
         *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
     ]
@@ -120,7 +129,7 @@ def _routers(
             yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
 
 
-def _kl(kl: KlConfig, advantage: AdvantageConfig) -> Iterator[Problem]:
+def _kl(kl: KlConfig, advantage: AdvantageConfig, batch: BatchConfig) -> Iterator[Problem]:
     if kl.controller == "adaptive" and kl.coef == 0:
         yield Problem(
             "kl.coef",
@@ -134,6 +143,20 @@ def _kl(kl: KlConfig, advantage: AdvantageConfig) -> Iterator[Problem]:
             "gdpo compares named rewards one by one, and the KL lowers their sum",
             got="reward with advantage.name=gdpo",
             expected="loss",
+        )
+    if kl.coef and kl.where == "advantage" and kl.estimator != "k1":
+        yield Problem(
+            "kl.estimator",
+            "as an advantage only log(policy / reference) of the sampled token has the gradient of the KL",
+            got=f"{kl.estimator} with kl.where=advantage",
+            expected="k1",
+        )
+    if kl.coef and kl.where == "advantage" and batch.zero_variance == "drop":
+        yield Problem(
+            "batch.zero_variance",
+            "groups of equal rewards have the advantages of the KL",
+            got="drop with kl.where=advantage",
+            expected="keep",
         )
     if kl.where == "reward" and kl.estimator == "k3_is":
         yield Problem(
@@ -176,6 +199,21 @@ def _optimizer(
             "the ratio of policy to rollout is not known before the update",
             got=f"{optimizer.ess_scale} with pipeline.behavior={pipeline.recovery}",
             expected="pipeline.behavior=snapshot or merged",
+        )
+    if learner.offload_optimizer and learner.backend == "megatron" and not learner.distributed_optimizer:
+        yield Problem(
+            "learner.distributed_optimizer",
+            "Megatron-Core keeps state on the host where ranks share it",
+            got="false with learner.offload_optimizer=true",
+            expected="true",
+        )
+    for option in sorted(_OFFLOADING & optimizer.extra.keys()):
+        yield Problem(
+            f"optimizer.extra.{option}",
+            "checkpoints find the state of this kind of optimizer only under a setting of its own",
+            got=str(optimizer.extra[option]),
+            expected="left out",
+            fix="set learner.offload_optimizer=true",
         )
     for index, group in enumerate(optimizer.groups):
         try:

@@ -74,7 +74,7 @@ def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     """Most groups have equal rewards, so nothing can be learned from them."""
     name = "reward/zero_variance_groups"
     share = seen.get(name, 0.0)
-    if share <= WITHOUT_SIGNAL:
+    if share <= WITHOUT_SIGNAL or settings.get("kl.where") == "advantage":
         return None
     said = f"{share:.0%} of the groups have equal rewards and teach nothing"
     lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}

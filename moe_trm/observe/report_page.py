@@ -6,7 +6,6 @@ from pathlib import Path
 
 from moe_trm.errors import RunError
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.commands import write
 
 
 class ReportPage(Sink):
@@ -16,6 +15,8 @@ class ReportPage(Sink):
         self._run_dir = run_dir
 
     def close(self) -> None:
+        from moe_trm.report.commands import write  # the pages of a report: no rank but one needs them, at its end
+
         try:
             path = write([self._run_dir])
         except RunError:

@@ -128,7 +128,8 @@ def stage_memory(
     """Bytes of each kind on a rank of this pipeline stage.
 
     Weights d, gradients 4 (summed in float32), optimizer 8 for the two moments and 4 more for master weights below
-    float32. `learner.distributed_optimizer` shares the last over the ranks that hold the same parameters. Gradients are
+    float32. `learner.distributed_optimizer` shares the last over the ranks that hold the same parameters, and
+    `learner.offload_optimizer` has it on the host. Gradients are
     reduced within their own buffer, so buckets take nothing more. Backward begins with the head; where a layer needs
     more than the head, `backward` is what it needs more. With adapters their factors alone have gradients and
     optimizer, and `merged` are the weights that passes compute with.
@@ -136,14 +137,8 @@ def stage_memory(
     parallel, size = learner.parallel, BYTES[learner.dtype]
     factors = rank_factors(model, parallel, stage)
     elements = rank_elements(model, parallel, stage)
-    dense, experts = factors if learner.lora.rank else elements
-    state = 8 if size == 4 else 12
-    sharers = (1, 1)
-    if learner.distributed_optimizer:
-        sharers = (
-            load.world // (parallel.tensor * parallel.pipeline),
-            load.world // (parallel.expert * parallel.expert_tensor * parallel.pipeline),
-        )
+    trained = sum(factors if learner.lora.rank else elements)
+    state = 0 if learner.offload_optimizer else 8 if size == 4 else 12
     local = load.tokens / parallel.context
     layers = stage_layers(model, parallel)[stage]
     flight = in_flight(parallel, stage, load.micro_batches)
@@ -160,8 +155,8 @@ def stage_memory(
     return {
         "weights": size * (sum(elements) + sum(factors)),
         **({"merged": flight * merged.kept} if learner.lora.rank else {}),
-        "gradients": 4 * (dense + experts),
-        "optimizer": state * (dense / sharers[0] + experts / sharers[1]),
+        "gradients": 4 * trained,
+        "optimizer": state * stepped_elements(model, learner, load.world, stage),
         "activations": kept,
         "replay": replay_bytes(hf, layers, local / parallel.tensor) * flight if load.replays else 0,
         "logits head": head,
@@ -169,6 +164,18 @@ def stage_memory(
         "buckets": 0,
         "other": load.other_gb * 1e9,
     }
+
+
+def stepped_elements(model: Model, learner: LearnerConfig, world: int, stage: int) -> float:
+    """Numbers that the optimizer of one rank steps: those that it trains, shared by `learner.distributed_optimizer`."""
+    parallel = learner.parallel
+    if learner.backend == "deepspeed":
+        return (model.adapter_total if learner.lora.rank else model.total()) / world
+    dense, experts = (rank_factors if learner.lora.rank else rank_elements)(model, parallel, stage)
+    if not learner.distributed_optimizer:
+        return dense + experts
+    ranks = world // parallel.pipeline
+    return dense / (ranks // parallel.tensor) + experts / (ranks // (parallel.expert * parallel.expert_tensor))
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int | None) -> float:
@@ -194,7 +201,7 @@ def deepspeed_memory(
     trained = model.adapter_total if learner.lora.rank else total
     shares = [load.world if zero >= level else 1 for level in (3, 2, 1)]
     gathered = max(sum(part.elements for part in layer) for layer in model.layers) + model.output.elements
-    state = 0 if learner.deepspeed.offload_optimizer else (8 if size == 4 else 12) * trained / shares[2]
+    state = 0 if learner.offload_optimizer else (8 if size == 4 else 12) * trained / shares[2]
     layers = tuple(range(len(model.layers)))
     head = head_bytes(hf, learner, load)
     merged = merged_bytes(model.adapters, learner, lambda part: part.elements, stacked=True)

@@ -86,6 +86,7 @@ class RecordTable(msgspec.Struct, frozen=True):
     further: list[tuple[()]]
     session: list[tuple[SessionTurn, ...]]
     baseline: list[float | None]
+    teacher_logprobs: Some[Arrays]
 
 
 class RowTable(msgspec.Struct, frozen=True):
@@ -165,6 +166,7 @@ def _record_table(records: Sequence[RolloutRecord], join: bool) -> RecordTable:
         **{name: _arrays(_field(name, records), join) for name in arrays},
         routes=_some(_field("routes", records), lambda own: _route_table(own, join)),
         sampling_mask=_some(_field("sampling_mask", records), lambda own: _mask_table(own, join)),
+        teacher_logprobs=_some(_field("teacher_logprobs", records), lambda own: _arrays(own, join)),
     )
 
 

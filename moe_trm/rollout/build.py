@@ -24,9 +24,11 @@ from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler
 from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.rollout.single_turn import SingleTurn
+from moe_trm.rollout.teacher import TaughtSampler
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams
@@ -42,6 +44,7 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
         await task.start()
         sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
         sampler = with_baseline(config, engine, sampler, params)
+        sampler = with_teacher(config, sampler, api_key)
         await engine.start()
     except BaseException:  # a cancellation too
         if sampler is not None:
@@ -103,6 +106,14 @@ def with_baseline(config: Config, engine: RolloutEngine, sampler: Sampler, param
     if not engine.traits.samples_live:
         return RecordedBaseline(sampler)
     return GreedyBaseline(sampler, params, config.rollout.group_size)
+
+
+def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampler:
+    """`sampler`, with the log-probs of the teacher in every sample where there is one."""
+    if not (config.kl.coef and config.kl.teacher):
+        return sampler
+    limits = {"timeout_s": config.rollout.timeout_s, "max_attempts": config.rollout.max_attempts}
+    return TaughtSampler(sampler, [EngineHttp(url, api_key, **limits) for url in config.kl.teacher])
 
 
 def function_sampler(

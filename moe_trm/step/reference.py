@@ -1,4 +1,4 @@
-"""The frozen reference policy: its scores, its place in the loss or in the reward, and what sets its coefficient.
+"""The reference policy: its scores, its place in loss, reward or advantage, and what sets its coefficient.
 
 Shape letters: B rows and R forwarded tokens of a micro-batch.
 """
@@ -9,10 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from moe_trm.config.schema import Config
+from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
 from moe_trm.step.passes import Anchored
+from moe_trm.types import TokenBatch
 from routing.replay import Native
 
 NAME = "reference"
@@ -20,7 +24,8 @@ NAME = "reference"
 
 
 class Reference:
-    """The weights that the run started from, and the coefficient of the KL to them. Does nothing where `kl.coef` is 0.
+    """The weights that the run started from, or a teacher, and the coefficient of the KL to them. Does nothing where
+    `kl.coef` is 0.
 
     Build it before anything is trained or restored. Collective, as all of its methods.
 
@@ -34,7 +39,7 @@ class Reference:
         horizon = kl.horizon if kl.controller == "adaptive" else math.inf
         self._config, self._wanted = config, kl.coef > 0
         self._controller = AdaptiveKL(kl.coef, kl.target, horizon)
-        if self._wanted:
+        if self._wanted and not kl.teacher:
             learner.snapshot(NAME)
 
     @property
@@ -51,13 +56,34 @@ class Reference:
         self._controller = replace(self._controller, beta=state["coef"])
 
     def score(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
-        """The minibatches of a step with the reference's log-probs, scored under its own routes."""
+        """The minibatches of a step with the reference's log-probs, scored under its own routes or by the teacher."""
         if not self._wanted:
             return list(anchored)
         flat = [batch for part in anchored for batch in part.batches]
-        scores = iter(learner.score(flat, [Native()] * len(flat), weights=NAME))
-        scored = [replace(part, reference=[next(scores).logprobs for _ in part.batches]) for part in anchored]
-        return scored if self._config.kl.where == "reward" else [replace(part, kl_coef=self.coef) for part in scored]
+        if self._config.kl.teacher:
+            known = iter([_taught(batch) for batch in flat])
+        else:
+            scores = learner.score(flat, [Native()] * len(flat), weights=NAME)
+            known = iter([score.logprobs for score in scores])
+        coef = self.coef if self._config.kl.where == "loss" else 0.0
+        return [replace(part, reference=[next(known) for _ in part.batches], kl_coef=coef) for part in anchored]
+
+    def lowered(self, anchored: Sequence[Anchored]) -> list[Anchored]:
+        """These minibatches with A_t - coef kl_t in the place of A_t on every sampled token, where the configuration
+        says `kl.where=advantage`. With k1 it has the gradient of the KL of each token, by the score function.
+        """
+        if not self._wanted or self._config.kl.where != "advantage":
+            return list(anchored)
+        return [
+            replace(
+                part,
+                batches=[
+                    replace(batch, advantages=batch.advantages - self.coef * kl.to(batch.advantages))
+                    for batch, kl in zip(part.batches, self._kls(part), strict=True)
+                ],
+            )
+            for part in anchored
+        ]
 
     def adapt(self, measured: Mapping[str, float], num_samples: int) -> dict[str, float]:
         """End a step of `num_samples` samples with these finished metrics.
@@ -75,19 +101,26 @@ class Reference:
 
         In the order of the micro-batches.
         """
-        if not self._wanted or self._config.kl.where == "loss":
+        if not self._wanted or self._config.kl.where != "reward":
             return None
         return [
             self.coef * kl
             for part in anchored
-            for micro, own in zip(part.mini.micro_batches, self._row_kls(part), strict=True)
-            for _, kl in zip(micro.rows, own, strict=False)  # an empty micro-batch has one row of padding
+            for micro, kls in zip(part.mini.micro_batches, self._kls(part), strict=True)
+            # An empty micro-batch has one row of padding.
+            for _, kl in zip(micro.rows, kls.sum(dim=1).tolist(), strict=False)
         ]
 
-    def _row_kls(self, part: Anchored) -> list[list[float]]:
-        """Sum of the KL over the sampled tokens of each row of each micro-batch, nats."""
+    def _kls(self, part: Anchored) -> list[Tensor]:
+        """`[B, R]` KL of the sampled tokens of each micro-batch at the step's start, nats; 0 elsewhere."""
         assert part.reference is not None
         return [
-            kl_estimate(self._config.kl.estimator, score.logprobs, reference, batch.mask).sum(dim=1).tolist()
+            kl_estimate(self._config.kl.estimator, score.logprobs, reference, batch.mask)
             for batch, score, reference in zip(part.batches, part.scores, part.reference, strict=True)
         ]
+
+
+def _taught(batch: TokenBatch) -> Tensor:
+    if batch.teacher_logprobs is None:
+        raise LearnerError("a sample came without the teacher's log-probs", where="kl.teacher", got=batch.sample_ids)
+    return batch.teacher_logprobs

@@ -141,6 +141,15 @@ def _batches(draft: Draft) -> None:
     draft.put("learner.minibatches", prompts * samples // rows, *keys)
 
 
+def _offload(draft: Draft) -> None:
+    if on(draft, "optimizer-cpu-offload"):
+        draft.put("learner.offload_optimizer", True, "optimizer-cpu-offload")
+        draft.miss("optimizer-offload-fraction", "all of the state is kept on the host here")
+        draft.miss("use-precision-aware-optimizer", "a part of learner.offload_optimizer here")
+    elif on(draft, "use-precision-aware-optimizer"):
+        raise NeedsDecisionError("use-precision-aware-optimizer", "only a part of learner.offload_optimizer here")
+
+
 def _micro_batches(draft: Draft) -> None:
     if on(draft, "use-dynamic-batch-size"):
         value = integer(draft, "max-tokens-per-gpu")
@@ -252,6 +261,11 @@ _RULES: Sequence[Rule] = (
     wordly("lora-rank", "learner.lora.rank", integer),
     wordly("lora-alpha", "learner.lora.alpha", number),
     wordly("recompute-granularity", "learner.recompute", word),
+    Rule(
+        ("optimizer-cpu-offload", "optimizer-offload-fraction", "use-precision-aware-optimizer"),
+        ("learner.offload_optimizer",),
+        _offload,
+    ),
     Rule(
         (
             "advantage-estimator",

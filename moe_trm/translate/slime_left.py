@@ -13,7 +13,11 @@ _CHANGES: Sequence[tuple[str, str]] = (
         r".*(lora|adapter|target-modules|exclude-modules).*",
         "adapters here have no dropout: choose learner.lora.targets by Hugging Face names (docs/lora.md)",
     ),
-    (r"use-opd|opd-.*|enable-mtp-training|use-rollout-entropy", "not available here"),
+    (
+        r"use-opd|opd-.*",
+        "to distil on policy here set kl.teacher, kl.where=advantage, kl.estimator=k1 and kl.coef (docs/training.md)",
+    ),
+    (r"enable-mtp-training|use-rollout-entropy", "not available here"),
     (r"mask-offpolicy-in-partial-rollout", "corrections do that here: a rule on the total ratio"),
     (
         r"loss-type|custom-.*-path|buffer-filter-path|rollout-.*-path|data-source-path|eval-function-path",
@@ -36,8 +40,8 @@ _CHANGES: Sequence[tuple[str, str]] = (
     ),
     (r"use-dynamic-global-batch-size|disable-compute-advantages-and-returns", "not available here"),
     (
-        r"use-precision-aware-optimizer|optimizer-cpu-offload.*|main-.*-dtype|exp-avg.*",
-        "options of Megatron's optimizer go to optimizer.extra here",
+        r"use-precision-aware-optimizer|main-.*-dtype|exp-avg.*",
+        "state of the optimizer is always float32 here, and on the host with learner.offload_optimizer",
     ),
 )
 """Flags that would change the training: they need a decision."""

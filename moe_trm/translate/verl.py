@@ -338,6 +338,7 @@ _RULES: Sequence[Rule] = (
     direct(f"{MEGATRON}.dtype", "learner.dtype", text),
     direct(f"{MEGATRON}.use_distributed_optimizer", "learner.distributed_optimizer", switch),
     direct(f"{TRANSFORMER}.recompute_granularity", "learner.recompute", text),
+    direct(f"{OPTIM}.override_optimizer_config.optimizer_cpu_offload", "learner.offload_optimizer", switch),
     direct("actor_rollout_ref.model.override_config.moe_config.freeze_moe_router", "learner.freeze_router", switch),
     Rule(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), ("advantage.name",), _advantage),
     Rule(("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"), ("learner.minibatches",), _batches),

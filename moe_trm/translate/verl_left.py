@@ -16,7 +16,11 @@ _CHANGES: Sequence[tuple[str, str]] = (
     ),
     (r".*\.(mtp|qat)\.enable(_train|_rollout)?", "not available here"),
     (r"algorithm\.(gamma|lam)", "there is no critic here, and rewards are of whole answers"),
-    (r"algorithm\.use_pf_ppo|distillation\.enabled?|trainer\.critic_warmup", "not available here"),
+    (
+        r"distillation\.enabled?",
+        "to distil on policy here set kl.teacher, kl.where=advantage, kl.estimator=k1 and kl.coef (docs/training.md)",
+    ),
+    (r"algorithm\.use_pf_ppo|trainer\.critic_warmup", "not available here"),
     (r"(reward\.)?reward_model\.enable(_\w+)?", "a reward model is called by your reward function (docs/tasks.md)"),
     (
         r"(reward\.)?reward_manager.*|reward_model\.(reward_manager|overlong_buffer\..*|reward_kwargs\..*)",
@@ -35,6 +39,10 @@ _CHANGES: Sequence[tuple[str, str]] = (
     (
         r"algorithm\.rollout_is(_\w+)?|.*\.tis_imp_ratio_cap",
         "of an older verl: write it as algorithm.rollout_correction, and translate that",
+    ),
+    (
+        r".*\.override_optimizer_config\.(use_precision_aware_optimizer|optimizer_offload_fraction|overlap_cpu\w+)",
+        "learner.offload_optimizer is on or off, and sets the rest",
     ),
     (r".*\.optim\.(optimizer|override_optimizer_config\..*|optimizer_impl)", "the optimizer here is AdamW"),
     (r"actor_rollout_ref\.actor\.ppo_micro_batch_size", "of all ranks together: give it for one rank"),
@@ -75,7 +83,7 @@ _NEVER = r".*_target_|critic\..*|actor_rollout_ref\.ref\..*|distillation\.(?!ena
 def reason_of(key: str, setting: ForeignSetting) -> tuple[str, bool]:
     """The reason that this setting is not translated, and whether somebody has to decide about it."""
     if re.fullmatch(_NEVER, key):
-        return "the learner scores the reference itself, and there is no critic or teacher here", False
+        return "the learner scores the reference itself, and there is no critic here", False
     for pattern, reason in _CHANGES:
         if re.fullmatch(pattern, key):
             if setting.unread:

@@ -80,7 +80,13 @@ def test_a_warm_up_that_does_not_learn_fails_and_leaves_nothing(tmp_path: Path) 
     assert "after 3 steps" in str(caught.value)
     assert not (tmp_path / "a").exists()
     with pytest.raises(WarmupError, match="too long"):
-        warm_up(tmp_path / "a", recipe=WarmupRecipe(max_seconds=0.0))
+        warm_up(tmp_path / "a", recipe=WarmupRecipe(max_cpu_seconds=0.0))
+
+
+def test_a_warm_up_that_waits_for_its_turn_goes_on() -> None:
+    warmup = Warmup(0, WarmupRecipe(batch_size=4, pool_batches=1))
+    warmup._start -= 86_400.0
+    assert warmup.supervised_step(direct_share=0.0) > 0
 
 
 def test_accuracy_reads_the_answer_and_can_ban_the_direct_one() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,9 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.rollout.sglang.request import generate_request
-from moe_trm.types import RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.rollout.single_turn import SingleTurn
+from moe_trm.rollout.teacher import TaughtSampler
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import (
     EXPERT,
     EXPERT_FUSED,
@@ -49,6 +52,34 @@ def test_sixty_four_requests_at_once_agree_with_hf(
         assert record.versions.tolist() == [0] * record.num_sampled
     for record in records[:4]:
         check_against_hf(record, tiny_moe)
+
+
+def test_as_a_teacher_it_gives_the_log_probs_of_what_it_sampled_itself(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """By one prefill what decoding gave token by token, at temperature 1 over the whole vocabulary."""
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
+    params = SamplingParams(temperature=1.0, top_k=VOCAB, max_new_tokens=24)
+
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
+        class Engine(SingleTurn):
+            async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+                return await engine.generate(prompt, params, sample_id=sample_id, group_id=group_id)
+
+            def __init__(self) -> None:
+                pass
+
+        teacher = EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=60.0, max_attempts=1)
+        sampler = TaughtSampler(Engine(), [teacher])
+        made = (sampler.sample(prompt, sample_id=i, group_id=i) for i, prompt in enumerate(prompts(8)))
+        found = list(await asyncio.gather(*made))
+        assert sampler.metrics()["teacher/repeat_abs_diff"] < 1e-4
+        await sampler.close()
+        return found
+
+    for record in with_engine(served_config, rollout_server, work):
+        assert record.teacher_logprobs is not None
+        np.testing.assert_allclose(record.teacher_logprobs, record.full_logprobs, atol=1e-4)
 
 
 def test_a_push_changes_the_policy_and_is_proved(

@@ -16,7 +16,8 @@ def test_a_run_trains_on_the_third_engine_whose_server_is_killed_and_restarted(
     brief_checkpoint: Path, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path, brief_checkpoint)
-    settings = [f"rollout.engine={SCRIPTED}", f"rollout.server.extra_args=[--die-at, '{DIES_AT}']"]
+    dies = f"[--die-at, '{DIES_AT}', --died, {tmp_path / 'died'}]"
+    settings = [f"rollout.engine={SCRIPTED}", f"rollout.server.extra_args={dies}"]
     settings += ["replay.mode=none", "probe.every=0", "probe.save=false", "sampling_mask.mode=off", "rollout.top_p=1"]
     settings += ["correction.rules=[]", f"task.reward={REWARD}", "task.eval_size=0", "learner.parallel.expert=1"]
     assert run_job(config, [*settings, f"train.steps={STEPS}"]) == 0

@@ -27,8 +27,8 @@ def make_record(
     rng = np.random.default_rng(sample_id)
     total = num_prompt + num_sampled
     tokens = rng.integers(0, VOCAB, total).astype(np.int32)
-    experts = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range((total - 1) * len(LAYERS))])
-    kept = np.stack([[token, (token + 1) % VOCAB, (token + 2) % VOCAB] for token in tokens[num_prompt:]])
+    experts = rng.random((total - 1, len(LAYERS), EXPERTS)).argsort(-1)[..., :TOP_K]
+    kept = (tokens[num_prompt:, None] + np.arange(3)) % VOCAB
     support = np.log(np.tile([0.5, 0.25, 0.25], (num_sampled, 1))).astype(np.float32)
     return RolloutRecord(
         sample_id=sample_id,
@@ -40,9 +40,7 @@ def make_record(
         rollout_logprobs=support[:, 0].copy(),
         full_logprobs=support[:, 0] + np.float32(np.log(0.9)),
         versions=np.full(num_sampled, version, np.int32),
-        routes=RouteRecord(
-            experts.reshape(total - 1, len(LAYERS), TOP_K).astype(np.uint8), LAYERS, EXPERTS, token_digest(tokens)
-        ),
+        routes=RouteRecord(experts.astype(np.uint8), LAYERS, EXPERTS, token_digest(tokens)),
         sampling_mask=SamplingMask(
             kept.reshape(-1).astype(np.int32), np.arange(num_sampled + 1, dtype=np.int64) * 3, support.reshape(-1)
         ).ascending(),

@@ -57,7 +57,7 @@ class OptimizerConfig(Section):
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or weight decay."""
     extra: dict[str, bool | int | float | str] = {}
-    """Further options of Megatron-Core's optimizer by their own names, e.g. `{use_precision_aware_optimizer: true}`."""
+    """Further options of Megatron-Core's optimizer by their own names, e.g. `{log_num_zeros_in_grad: true}`."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -112,8 +112,6 @@ class DeepSpeedConfig(Section):
     zero_stage: Literal[1, 2, 3] = 2
     """Sharded state: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits;
     every stage computes the same."""
-    offload_optimizer: bool = False
-    """Keep optimizer state in host memory and step there; for models that do not fit otherwise."""
 
 
 class LossScaleConfig(Section):
@@ -173,6 +171,10 @@ class LearnerConfig(Section):
     (`selective`), or those of every layer (`full`: least memory, about a third more time)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory and step there: slower, for models that do not fit otherwise. On
+    Megatron-Core its hybrid Adam, with float32 weights, moments and gradients in pinned memory. Without CUDA it changes
+    nothing."""
     round_like_rollout: bool = False
     """Every pass computes with the weights as a push rounds them: `rollout.fake_quantization`, then the cast to
     `rollout.server.dtype`. Gradients are those at the rounded weights, and change the exact ones (straight-through). So

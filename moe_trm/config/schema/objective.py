@@ -114,7 +114,9 @@ class LossConfig(Section):
 
 
 class KlConfig(Section):
-    """KL to the reference policy: the checkpoint that the run started from, kept frozen in host memory."""
+    """KL to the reference policy: the checkpoint that the run started from, kept frozen in host memory, or a teacher on
+    servers of its own.
+    """
 
     coef: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL, per nat; 0: no reference is kept or scored. Try 0.001."""
@@ -122,9 +124,15 @@ class KlConfig(Section):
     """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy;
     `k3_is` (weighted by the differentiated ratio) has it off-policy too. In the reward only values count; of
     these `k1` and `k3` are unbiased."""
-    where: Literal["loss", "reward"] = "loss"
+    where: Literal["loss", "reward", "advantage"] = "loss"
     """`loss`: a separate term beside the policy loss, on every sampled token whatever corrections reject. `reward`:
-    each sample's reward is lowered by the KL of its tokens before groups are compared."""
+    each sample's reward is lowered by the KL of its tokens before groups are compared. `advantage`: the advantage of
+    each token is lowered by its own KL (`estimator: k1`), after groups were compared. With `kl.teacher` and a reward of
+    0 that is distillation on policy."""
+    teacher: tuple[str, ...] = ()
+    """Addresses of SGLang servers whose model is the reference, in place of the start checkpoint: any model with the
+    policy's token ids. It scores every sample once, at temperature 1 over the whole vocabulary, and is asked with the
+    run's key (`rollout.api_key` or MOE_TRM_API_KEY)."""
     ratio: Literal["total", "update"] = "total"
     """`k3_is`: the ratio that weighs it. `total`: current / rollout, so that the gradient is right off-policy too.
     `update`: current / proximal, as the unbiased KL of slime and miles; right if engines agree and no sample is
@@ -139,3 +147,8 @@ class KlConfig(Section):
     """`adaptive`: mean KL per token to steer to, in nats."""
     horizon: Annotated[float, Field(gt=0)] = 10000.0
     """`adaptive`: samples over which the coefficient may change by a fifth."""
+
+    @property
+    def before_updates(self) -> bool:
+        """True when the KL is part of rewards or advantages, and so of the policy at the step's start."""
+        return self.coef > 0 and self.where != "loss"

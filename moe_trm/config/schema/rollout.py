@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from moe_trm.config.engines import DEFAULT, EngineTraits, traits_of
 from moe_trm.config.schema.section import Count, Fraction, Positive, Section
 from moe_trm.methods.weight_formats import WeightFormat
-from moe_trm.runtime.addresses import is_loopback
+from moe_trm.runtime.addresses import in_the_clear
 
 
 class ServerConfig(Section):
@@ -193,8 +192,7 @@ class RolloutConfig(Section):
         """Addresses of servers to which the key is sent over a network without encryption."""
         if not self.traits.has_servers:
             return ()
-        asked = [urlsplit(url) for url in (*self.addresses, *([self.router] if self.router else []))]
-        return tuple(url.geturl() for url in asked if url.scheme != "https" and not is_loopback(url.hostname or ""))
+        return in_the_clear((*self.addresses, *([self.router] if self.router else [])))
 
     @property
     def traits(self) -> EngineTraits:

@@ -61,7 +61,7 @@ def zero_config(learner: LearnerConfig, optimizer: OptimizerConfig) -> dict[str,
     """DeepSpeed's configuration: float32 gradients and norms, our own loss scale, manually counted micro-batches."""
     settings = learner.deepspeed
     zero: dict[str, Any] = {"stage": settings.zero_stage}
-    if settings.offload_optimizer:
+    if learner.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     low: dict[str, Any] = {}
     if learner.dtype == "bfloat16":

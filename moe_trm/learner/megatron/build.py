@@ -66,9 +66,10 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     if wanted is not None:
         adapters = add_adapters(chunks, hf, wanted)
         identity = Identity(base_checksum(base_parts(chunks, hf), device), wanted.lora)
-    # A single rank would copy its gradients and weights without sharing them.
+    # A single rank would copy its gradients and weights without sharing them. On a CPU all state is on the host.
     is_alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
-    is_distributed = config.learner.distributed_optimizer and not is_alone
+    is_offloaded = config.learner.offload_optimizer and device.type == "cuda"
+    is_distributed = is_offloaded or (config.learner.distributed_optimizer and not is_alone)
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     wrapped = wrap_model(chunks, model_config, loss_scale, distributed_optimizer=is_distributed)
     optimizer = MegatronGuardedOptimizer(
@@ -79,6 +80,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         loss_scale,
         bf16=model_config.bf16,
         distributed=is_distributed,
+        offloaded=is_offloaded,
         factors=adapters.factors,
     )
     replayer = None

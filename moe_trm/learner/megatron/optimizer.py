@@ -87,6 +87,7 @@ class MegatronGuardedOptimizer(Steps):
             dense and expert parameters.
         bf16: whether the model is bfloat16. As of float16, the optimizer then keeps float32 master weights.
         distributed: shard the optimizer's state.
+        offloaded: keep it on the host, and step there.
         factors: of adapters.
 
     Raises:
@@ -103,12 +104,13 @@ class MegatronGuardedOptimizer(Steps):
         *,
         bf16: bool,
         distributed: bool,
+        offloaded: bool = False,
         factors: Sequence[Factor] = (),
     ) -> None:
         super().__init__(rate, loss_scale, alignment_of(settings.alignment_limit))
         self._wrapped, self._max_norm = wrapped, settings.max_grad_norm
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
-            _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed),
+            _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed, offloaded=offloaded),
             list(wrapped),
             _groups(chunks, factors, settings),
         )
@@ -212,7 +214,9 @@ def _main_gradients(part: MegatronOptimizer) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-def _options(settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: bool) -> MegatronOptimizerConfig:
+def _options(
+    settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: bool, offloaded: bool
+) -> MegatronOptimizerConfig:
     own: dict[str, Any] = {
         "optimizer": "adam",
         "lr": settings.lr,
@@ -227,6 +231,11 @@ def _options(settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: 
         # Gradients come without the loss scale here.
         "loss_scale": 1.0 if fp16 else None,
         "use_distributed_optimizer": distributed,
+        # Without precision awareness a float32 copy of the weights would stay on the device.
+        "use_precision_aware_optimizer": offloaded,
+        "optimizer_cpu_offload": offloaded,
+        "optimizer_offload_fraction": 1.0 if offloaded else 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": offloaded,
     }
     known = {field.name for field in fields(MegatronOptimizerConfig)}
     for name in settings.extra:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
-from moe_trm.errors import ConfigError
 from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.lora import Factor
@@ -63,13 +63,20 @@ class OptimizerShare:
 
 @dataclass(frozen=True)
 class Master:
-    """Part of a parameter that this rank's optimizer updates: a flat float32 tensor that begins at element `start`."""
+    """Part of a parameter that this rank's optimizer updates: a flat float32 tensor that begins at element `start`.
+
+    Attributes:
+        values, start: the tensor; of an offloaded optimizer, on the host.
+        optimizer: that has its moments.
+        speaks: this rank saves the part; several ranks may hold the same one.
+        listed: the tensor in the groups of Megatron's optimizer, which has the gradient.
+    """
 
     values: Tensor
     start: int
     optimizer: torch.optim.Optimizer
     speaks: bool
-    """True when this rank saves the part; several ranks may hold the same one."""
+    listed: Tensor
 
     def set_moments(self, moments: dict[str, Tensor], steps: int) -> None:
         """Give the optimizer its moments and the number of steps they stand for."""
@@ -90,9 +97,6 @@ class MegatronState:
         hf: config.json of the model.
         factors: of adapters, where there are any; nothing else trains then.
         identity: of the model that they belong to.
-
-    Raises:
-        ConfigError: an option of Megatron's optimizer under which master weights lie elsewhere.
     """
 
     def __init__(
@@ -103,15 +107,6 @@ class MegatronState:
         factors: Sequence[Factor] = (),
         identity: Identity | None = None,
     ) -> None:
-        for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-            if getattr(optimizer.megatron.config, option, False):
-                raise ConfigError(
-                    "checkpoints do not hold the state of this kind of optimizer",
-                    where=f"optimizer.extra.{option}",
-                    got=True,
-                    expected="false or left out",
-                    fix="A run that cannot be resumed is not started.",
-                )
         self._chunks, self._optimizer, self._hf = chunks, optimizer, hf
         self._factors, self._identity = factors, identity
 
@@ -126,8 +121,8 @@ class MegatronState:
             state = master.optimizer.state.get(master.values, {})
             pieces.append(share.piece("weight", master.values, master.start))
             pieces += [share.piece(kind, state[kind], master.start) for kind in MOMENTS if kind in state]
-            if master.values in gradients:
-                pieces.append(share.piece(GRADIENT, gradients[master.values], master.start))
+            if master.listed in gradients:
+                pieces.append(share.piece(GRADIENT, gradients[master.listed], master.start))
         return pieces, self._optimizer.counters() | (self._identity.counters() if self._identity else {})
 
     @torch.no_grad()
@@ -153,7 +148,7 @@ class MegatronState:
                 master.set_moments({kind: value.to(master.values.device) for kind, value in moments.items()}, steps)
             if f"{GRADIENT}/{share.name}" in reader:
                 own_gradient = share.flat(GRADIENT, reader, parameter.numel())[own]
-                gradients[master.values] = own_gradient.to(master.values.device)
+                gradients[master.listed] = own_gradient.to(master.listed.device)
         self._optimizer.restore(counters)
         self._optimizer.remember(gradients)
         prefix = f"{_random(dist.get_rank())}/"
@@ -216,10 +211,12 @@ def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
     if getattr(part, "is_stub_optimizer", False):
         return  # nothing on this rank trains
     if isinstance(part, DistributedOptimizer):
+        on_host = _on_host(part.optimizer)
         for parameter, (group, place) in part.model_param_group_index_map.items():
             start = part._get_model_param_range_map(parameter)["param"].start
-            values = part.optimizer.param_groups[group]["params"][place]
-            yield parameter, Master(values, start, part.optimizer, speaks=True)
+            listed = part.optimizer.param_groups[group]["params"][place]
+            values, optimizer = on_host.get(listed, (listed, part.optimizer))
+            yield parameter, Master(values, start, optimizer, speaks=True, listed=listed)
         return
     pairs = [(values, values) for group in part.param_groups for values in group["params"]]
     if isinstance(part, Float16OptimizerWithFloat16Params):
@@ -227,7 +224,17 @@ def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
         mains = (*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups)
         pairs = [pair for model, main in zip(models, mains, strict=True) for pair in zip(model, main, strict=True)]
     for parameter, values in pairs:
-        yield parameter, Master(values, 0, part.optimizer, speaks=_replica(parameter) == 0)
+        yield parameter, Master(values, 0, part.optimizer, speaks=_replica(parameter) == 0, listed=values)
+
+
+def _on_host(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[Tensor, torch.optim.Optimizer]]:
+    """Of an offloaded optimizer: the float32 tensor updated for one in Megatron's groups, and what updates it."""
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return {}
+    owners = {
+        values: each for each in optimizer.sub_optimizers for group in each.param_groups for values in group["params"]
+    }
+    return {listed: (values, owners[values]) for listed, values in optimizer.param_to_inner_param.items()}
 
 
 def _replica(parameter: Tensor) -> int:

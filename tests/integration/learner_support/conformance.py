@@ -50,10 +50,8 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                 "learner": {
                     "backend": options["backend"],
                     "parallel": {name: options[name] for name in ParallelConfig.model_fields if name in options},
-                    "deepspeed": {
-                        "zero_stage": int(options.get("stage", 2)),
-                        "offload_optimizer": options.get("offload") == "1",
-                    },
+                    "deepspeed": {"zero_stage": int(options.get("stage", 2))},
+                    "offload_optimizer": options.get("offload") == "1",
                     "recompute": options.get("recompute", "none"),
                     "freeze_router": options.get("freeze") == "1",
                     "dtype": options.get("dtype", "float32"),

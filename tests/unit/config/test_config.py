@@ -50,7 +50,7 @@ def test_an_override_replaces_its_own_key_and_no_longer_one(file: Path) -> None:
     keys = flatten(load(file).dump())
     pairs = [(key, longer) for key in keys for longer in keys if longer.startswith(key) and longer != key]
     assert ("rollout.url", "rollout.urls") in pairs
-    file.write_text("model: {checkpoint: m}\nrollout: {urls: ['http://a:1'], top_p: 0.5, server: {port: 7}}\n")
+    file.write_text("model: {checkpoint: m}\nrollout: {urls: ['https://a:1'], top_p: 0.5, server: {port: 7}}\n")
     found = resolve(file, ["rollout.url=null", "rollout.server={port: 8}"]).sources
     assert found["rollout.urls.0"] == "file"
     assert found["rollout.top_p"] == "file"
@@ -162,6 +162,11 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
         (["kl.controller=adaptive"], "kl.coef"),
         (["kl.coef=0.1", "kl.where=reward", "kl.estimator=k3_is"], "kl.estimator"),
+        (["kl.coef=0.1", "kl.where=advantage"], "kl.estimator"),
+        (["kl.coef=0.1", "kl.where=advantage", "kl.estimator=k1", "batch.zero_variance=drop"], "batch.zero_variance"),
+        (["kl.coef=0.1", "kl.teacher=[http://127.0.0.1:1]", "sampling_mask.mode=keep"], "sampling_mask.mode"),
+        (["kl.coef=0.1", "kl.teacher=[http://127.0.0.1:1]", "rollout.temperature=0.5"], "rollout.temperature"),
+        (["kl.coef=0.1", "kl.teacher=[http://a:1]", "sampling_mask.mode=off"], "rollout.trusted_network"),
         (["optimizer.min_lr=0.1"], "optimizer.min_lr"),
         (
             ["optimizer.schedule=cosine", "optimizer.warmup_steps=9", "optimizer.decay_steps=9"],
@@ -191,6 +196,8 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["loss.name=rspo", "pipeline.mode=async", "pipeline.behavior=interpolate"], "pipeline.behavior"),
         (["rollout.engine=sglnag"], "rollout.engine"),
         (["rollout.engine=nowhere.py:engine"], "rollout.engine"),
+        (["learner.offload_optimizer=true", "learner.distributed_optimizer=false"], "learner.distributed_optimizer"),
+        (["optimizer.extra={optimizer_cpu_offload: true}"], "optimizer.extra.optimizer_cpu_offload"),
     ],
 )
 def test_impossible_combinations_are_refused(file: Path, overrides: list[str], key: str) -> None:

@@ -67,6 +67,12 @@ STREAM = {**ASYNC, "stream": True}
         (AVERAGE, {"replay": {"mode": "R2"}}, "pipeline.proximal", "replay.mode=R2"),
         ({**AVERAGE, "behavior": "bypass"}, {}, "pipeline.proximal", "pipeline.behavior=bypass"),
         (AVERAGE, {"kl": {"coef": 0.1, "where": "reward"}}, "pipeline.proximal", "kl.where=reward"),
+        (
+            AVERAGE,
+            {"kl": {"coef": 0.1, "where": "advantage", "estimator": "k1"}},
+            "pipeline.proximal",
+            "kl.where=advantage",
+        ),
         (AVERAGE, {"optimizer": {"ess_scale": "sqrt"}}, "pipeline.proximal", "optimizer.ess_scale"),
         (
             AVERAGE,

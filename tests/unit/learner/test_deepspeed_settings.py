@@ -67,7 +67,7 @@ def test_deepspeed_is_told_what_the_run_says() -> None:
     assert "bf16" not in plain
     half = zero_config(
         *sections_of(
-            config({"dtype": "bfloat16", "deepspeed": {"zero_stage": 3, "offload_optimizer": True}}),
+            config({"dtype": "bfloat16", "deepspeed": {"zero_stage": 3}, "offload_optimizer": True}),
             "learner",
             "optimizer",
         )

@@ -232,8 +232,8 @@ def test_the_head_never_holds_full_logits() -> None:
 
 def test_zero_stages_share_more_and_more() -> None:
     def at(stage: int, *, offload: bool = False) -> dict[str, float]:
-        settings = {"zero_stage": stage, "offload_optimizer": offload}
-        config = LearnerConfig.model_validate({"backend": "deepspeed", "dtype": "bfloat16", "deepspeed": settings})
+        settings = {"deepspeed": {"zero_stage": stage}, "offload_optimizer": offload}
+        config = LearnerConfig.model_validate({"backend": "deepspeed", "dtype": "bfloat16", **settings})
         return deepspeed_memory(model_of(QWEN), QWEN, config, load(8))[1]
 
     total = model_of(QWEN).total()

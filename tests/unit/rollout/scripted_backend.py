@@ -39,8 +39,6 @@ from moe_trm.types import SampledTurn
 SCRIPT = ((5, 6), (7,), (5, 5, 6), (6, 7, 5, 4))
 """The answers in turn; the request's stop token comes after each."""
 LOGPROB = -0.5
-FIRST = "first-life"
-"""File in the working directory of a server: without it a server is in its first life."""
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +63,7 @@ class ScriptedBackend(ServerBackend):
     @contextmanager
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         server = config.rollout.server
-        command = [sys.executable, str(Path(__file__).resolve()), "--port", str(port), "--folder", str(folder)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--port", str(port)]
         yield Launch([*command, *server.extra_args], {**os.environ, API_KEY_VARIABLE: api_key})
 
     def request(self, question: Question) -> dict[str, object]:
@@ -171,13 +169,12 @@ class ScriptedServer(ThreadingHTTPServer):
         self.paused = threading.Lock()
 
     def say(self, asked: Any) -> dict[str, Any]:
-        """One answer; the server dies in the middle of the one that `--die-at` names, in its first life."""
+        """One answer; the server dies in the middle of the one that `--die-at` names, if there is no file `--died`."""
         with self.paused:  # a push is under way: it waits for the new weights
             weights, aborts, number = self.weights, self.aborts, self.answered
             self.answered += 1
-        life = Path(self.options.folder) / FIRST
-        if number + 1 == self.options.die_at and not life.exists():
-            life.touch()
+        if number + 1 == self.options.die_at and not self.options.died.exists():
+            self.options.died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
         tokens: list[int] = []
@@ -254,8 +251,8 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--folder", required=True)
     parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--misreads", action="store_true")
     parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")

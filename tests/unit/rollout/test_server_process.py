@@ -48,22 +48,22 @@ def wait_until_dead(pids: list[int], patience_s: float = 5.0) -> bool:
 def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path, extra: tuple[str, ...]) -> None:
     server = start_server(config(tmp_path, *extra), tmp_path / "run" / "rollout.log", "secret-key")
     pids = [int(pid) for pid in pids_file.read_text().split()]
-    assert server.poll() is None
-    assert all(map(alive, pids))
-    assert len(left := left_by(pids[0], server.scratch.path.parent)) == 2
+    running, left = [alive(pid) for pid in pids], left_by(pids[0], server.scratch.path)
     started = time.monotonic()
     server.stop(grace_s=0.5)
     server.stop(grace_s=0.5)
     assert time.monotonic() - started < 5
+    assert running == [True, True]
+    assert len(left) == 2
     assert server.poll() is not None
     assert wait_until_dead(pids)
     assert not any(path.exists() for path in left)
 
 
-def left_by(process: int, folder: Path) -> list[Path]:
-    """What the stand-in leaves behind: its file of shared memory, and a temporary one below `folder`."""
+def left_by(process: int, scratch: Path) -> list[Path]:
+    """What the stand-in leaves behind: its file of shared memory, and a temporary one in its private folder."""
     shared = Path(f"/dev/shm/sglang_loads_{process}_fake.shm")
-    return [path for path in (shared, *folder.glob("moe-trm-*/tmp*")) if path.exists()]
+    return [path for path in (shared, *scratch.glob("tmp*")) if path.exists()]
 
 
 def test_a_server_answers_although_nobody_reads_its_output(
@@ -86,10 +86,12 @@ def test_output_that_has_been_copied_is_not_kept(
     monkeypatch.setattr(supervisor, "KEPT_OUTPUT_BYTES", 1000)
     log = tmp_path / "rollout.log"
     server = start_server(config(tmp_path, "--chatty", "yes"), log, "secret-key")
-    for _ in range(3):
-        urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
-        time.sleep(2 * supervisor.POLL_S)
-    server.stop(grace_s=0.5)
+    try:
+        for _ in range(3):
+            urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
+            time.sleep(2 * supervisor.POLL_S)
+    finally:
+        server.stop(grace_s=0.5)
     chatter = [line for line in log.read_text().splitlines() if line.startswith("chatter")]
     assert len(chatter) > 3
     assert set(chatter) == {"chatter " * 50_000}
@@ -234,7 +236,8 @@ def test_a_server_ends_with_its_owner_even_when_both_cannot_act(tmp_path: Path, 
         assert all(map(alive, pids))
         owner.kill()
     assert wait_until_dead(pids)
-    assert len(left := left_by(pids[0], tmp_path)) == 2
+    [scratch] = tmp_path.glob("moe-trm-*")
+    assert len(left := left_by(pids[0], scratch)) == 2
     remove_abandoned(tmp_path)
     assert not any(path.exists() for path in left)
 

@@ -11,7 +11,7 @@ from moe_trm.runtime.child_service import Asker, serve
 
 
 class Sleeping:
-    """Returns what comes first last, even where it is cancelled, if `deaf`; else nothing."""
+    """Returns nothing. If `deaf`: "first" when it is cancelled, and all else once "first" is under way."""
 
     ready = None
 
@@ -19,6 +19,7 @@ class Sleeping:
         if "refuse" in settings:
             raise ConfigError(settings["refuse"])
         self._deaf = bool(settings.get("deaf"))
+        self._first = asyncio.Event()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Nothing to do."""
@@ -26,11 +27,14 @@ class Sleeping:
     async def call(self, payload: Any, ask: Asker) -> Any:
         if not self._deaf:
             await asyncio.sleep(1000)
-        if payload == "first":
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                return payload
+        if payload != "first":
+            await self._first.wait()
+            return payload
+        try:
+            self._first.set()
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
         return payload
 
     def problem(self, error: BaseException) -> Problem:

@@ -184,3 +184,16 @@ def test_an_unknown_layout_needs_a_decision() -> None:
     draft = of_slime("--qkv-format sbhd")
     assert draft.values["batch.layout"] == "???"
     assert "qkv-format" in draft.to_do
+
+
+def test_state_on_the_host_is_one_setting() -> None:
+    """What belongs to it needs no decision; alone, it has no counterpart."""
+    draft = of_slime(
+        "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
+        "--optimizer-offload-fraction 1.0"
+    )
+    accepted(draft.values)
+    assert draft.values["learner.offload_optimizer"] is True
+    named = ("optimizer", "precision", "offload")
+    assert not [key for key in draft.to_do if any(word in key for word in named)]
+    assert "use-precision-aware-optimizer" in of_slime("--use-precision-aware-optimizer").to_do

@@ -344,3 +344,10 @@ def test_adapters_with_named_modules_are_translated() -> None:
 def test_rows_without_padding_are_packs(value: object, layout: str | None) -> None:
     settings = {} if value is None else {"actor_rollout_ref.model.use_remove_padding": value}
     assert of_verl(settings).values.get("batch.layout") == layout
+
+
+def test_state_on_the_host_is_one_setting() -> None:
+    section = f"{ACTOR}.optim.override_optimizer_config"
+    draft = of_verl({f"{section}.optimizer_cpu_offload": True, f"{section}.optimizer_offload_fraction": 0})
+    assert draft.values["learner.offload_optimizer"] is True
+    assert not [key for key in draft.to_do if key.startswith(section)]
