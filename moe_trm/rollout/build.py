@@ -112,8 +112,9 @@ def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampl
     """`sampler`, with the log-probs of the teacher in every sample where there is one."""
     if not (config.kl.coef and config.kl.teacher):
         return sampler
-    limits = {"timeout_s": config.rollout.timeout_s, "max_attempts": config.rollout.max_attempts}
-    return TaughtSampler(sampler, [EngineHttp(url, api_key, **limits) for url in config.kl.teacher])
+    timeout_s, attempts = config.rollout.timeout_s, config.rollout.max_attempts
+    servers = [EngineHttp(url, api_key, timeout_s=timeout_s, max_attempts=attempts) for url in config.kl.teacher]
+    return TaughtSampler(sampler, servers)
 
 
 def function_sampler(
