@@ -246,7 +246,7 @@ def of_stale_decoders(clinic: Clinic, seeds: Sequence[int]) -> Iterator[Row]:
     """A server of the doctor's own whose decoding keeps the weights of its start in one layer."""
     with patch.dict(os.environ, stale_decoder.planted(clinic.folder / "plugin")):
         for seed in seeds:
-            cause, _, _ = clinic.visit("rollout.server.port=0", f"seed={seed}")
+            cause, _, _ = clinic.visit("rollout.server.port=0", "sync.prove_every=1", f"seed={seed}")
             print(f"stale decoder, seed {seed}: {cause}", flush=True)
             yield {
                 "fault": "stale decoder",

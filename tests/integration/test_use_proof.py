@@ -72,6 +72,7 @@ def test_a_run_stops_at_the_first_push_that_changes_what_a_decoder_keeps(
     for name, value in planted(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     settings = ["rollout.server.port=0", "rollout.server.dtype=float32", "train.steps=4", "optimizer.lr=1e-3"]
+    settings += ["sync.prove_every=1"]
     assert run_job(write_config(tmp_path, brief_checkpoint), settings) != 0
     told = capfd.readouterr()
     assert "decoding reads stale or damaged weights" in told.out + told.err
@@ -86,5 +87,5 @@ def test_the_doctor_finds_it_before_the_run(
 ) -> None:
     for name, value in planted(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
-    cause, _, _ = Clinic(tmp_path, brief_checkpoint).visit("rollout.server.port=0")
+    cause, _, _ = Clinic(tmp_path, brief_checkpoint).visit("rollout.server.port=0", "sync.prove_every=1")
     assert cause == "decoding"

@@ -40,8 +40,8 @@ class Bounds:
 
 
 BOUNDS = {"float32": Bounds(1e-3, 1e-3), "float16": Bounds(0.1, 0.1), "bfloat16": Bounds(0.25, 0.25)}
-"""By the coarser arithmetic of engine and learner: at least four times the largest gap of clean runs
-(`python -m benchmarks.use_proof`)."""
+"""By the coarser arithmetic of engine and learner. They are wide, as a false alarm stops a run:
+`python -m benchmarks.use_proof` measures the gaps of clean runs."""
 
 
 def bounds_of(*dtypes: str) -> Bounds:
