@@ -118,7 +118,14 @@ async def _evaluate(
             await engine.start()
             await engine.load_weights(push_of(weights, dtype, scratch))
             sets, name_of_mean = task.eval_sets(), greedy_metric(config.task, config.rollout)
-            evaluator = Evaluator(config.eval, sampler, sets, params, greedy_metric=name_of_mean)
+            evaluator = Evaluator(
+                config.eval,
+                sampler,
+                sets,
+                params,
+                greedy_metric=name_of_mean,
+                concurrency=config.rollout.concurrency,
+            )
             metrics: dict[str, float] = {}
             intervals: dict[str, tuple[float, float]] = {}
             told: dict[str, list[dict[str, Any]]] = {}

@@ -112,8 +112,11 @@ def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampl
     """`sampler`, with the log-probs of the teacher in every sample where there is one."""
     if not (config.kl.coef and config.kl.teacher):
         return sampler
-    timeout_s, attempts = config.rollout.timeout_s, config.rollout.max_attempts
-    servers = [EngineHttp(url, api_key, timeout_s=timeout_s, max_attempts=attempts) for url in config.kl.teacher]
+    limits = config.rollout
+    servers = [
+        EngineHttp(url, api_key, timeout_s=limits.timeout_s, max_attempts=limits.max_attempts)
+        for url in config.kl.teacher
+    ]
     return TaughtSampler(sampler, servers)
 
 

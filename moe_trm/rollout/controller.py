@@ -61,6 +61,7 @@ class RolloutController:
             task.eval_sets(),
             params,
             greedy_metric=greedy_metric(config.task, config.rollout),
+            concurrency=config.rollout.concurrency,
         )
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()

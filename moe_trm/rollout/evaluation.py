@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 Answer = RolloutRecord | str
 """A rewarded answer, or why there is none."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Evaluator:
         params: of the behaviour policy; its stop tokens and, without `settings.max_new_tokens`, its length hold for
             evaluation too.
         greedy_metric: name of the mean reward of greedy answers (`config.task_rules.greedy_metric`).
+        concurrency: answers that are made at the same time. The limits on the time of an answer begin with its turn.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class Evaluator:
         params: SamplingParams,
         *,
         greedy_metric: str,
+        concurrency: int,
     ) -> None:
+        self._slots = asyncio.Semaphore(concurrency)
         self._sampler, self._sets, self._num_samples = sampler, sets, settings.samples
         self._greedy_metric = greedy_metric
         bounded = replace(params, max_new_tokens=settings.max_new_tokens or params.max_new_tokens, min_p=0.0)
@@ -70,6 +76,7 @@ class Evaluator:
         | `best_at_<k>` | mean of the best of k, of rewards that need not be 0 or 1 |
         | `prompts` | held-out prompts |
         | `rejected/<reason>` | answers without a reward, which are left out |
+        | `answered_fraction` | share of the prompts whose greedy answer has a reward, where some have none |
         """
         metrics: dict[str, float] = {}
         for name, prompts in self._sets.items():
@@ -95,6 +102,10 @@ class Evaluator:
                 "length_mean": float(np.mean([record.num_sampled for record in records])),
                 "finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
             }
+        if len(records) < len(answers.greedy):
+            metrics["answered_fraction"] = len(records) / len(answers.greedy)
+            told = (len(answers.greedy) - len(records), len(answers.greedy), f" of {name}" if name else "")
+            log.warning("%d of %d greedy answers%s have no reward; the figures are of the others", *told)
         of_prompt = [
             [reward_of(answer) for answer in given if isinstance(answer, RolloutRecord)]
             for given in zip(*answers.samples, strict=True)
@@ -124,7 +135,8 @@ class Evaluator:
 
     async def _answer(self, prompt: Prompt, params: SamplingParams) -> Answer:
         try:
-            return await self._sampler.answer(prompt, params)
+            async with self._slots:
+                return await self._sampler.answer(prompt, params)
         except RecordRejected as rejection:
             return rejection.reason
 

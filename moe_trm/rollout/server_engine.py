@@ -6,6 +6,7 @@ Which engine they run is the business of its `ServerBackend`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from moe_trm.rollout.servers.backend import Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp
+from moe_trm.rollout.servers.ownership import Lease
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
@@ -60,9 +62,17 @@ class ServerEngine:
             missing=config.replay.missing,
             partial=config.pipeline.partial == "interrupt",
         )
+        self._run = secrets.token_hex(4) if self._backend.labels_runs else ""
+        self._lease, self._api_key = Lease(), api_key
         self._client = self._backend.client(
             Requirements(
-                self._model, self._wanted, rollout.temperature, server.dtype, config.sync.verify, rollout.quantization
+                self._model,
+                self._wanted,
+                rollout.temperature,
+                server.dtype,
+                config.sync.verify,
+                rollout.quantization,
+                self._run,
             )
         )
         self._use = UseProof(self._client, bounds_of(server.dtype, config.learner.dtype))
@@ -74,7 +84,7 @@ class ServerEngine:
         self._router = Router(connect(rollout.router), api_key) if rollout.router else None
         endpoint = self._router.endpoint if self._router is not None else None
         self._fleet = Fleet(
-            [RemoteServer(connect(url), self._backend, endpoint) for url in rollout.addresses],
+            [RemoteServer(connect(url), self._backend, endpoint, run=self._run) for url in rollout.addresses],
             self._load,
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
@@ -97,8 +107,13 @@ class ServerEngine:
             self._intake.decode_with(checkpoint)
 
     async def start(self) -> None:
-        """Wait until every server generates, and check that it is the one that was configured. Raises `EngineError`."""
+        """Wait until every server generates, and check that it is the one that was configured, and this run's alone.
+
+        Raises `EngineError`.
+        """
         servers = self._fleet.servers
+        for server in servers:
+            await self._lease.take(server.http.url, self._api_key)
         await asyncio.gather(*(server.started(*self._patience_s) for server in servers))
         await asyncio.gather(*(self._client.check(server.http) for server in servers))
         if self._router is not None:
@@ -211,6 +226,7 @@ class ServerEngine:
 
         Raises `SyncError`, `EngineError`.
         """
+        self._wanted = replace(self._wanted, run=self._run)  # from now on answers of other weights are not believed
         verifying = asyncio.ensure_future(self._verified(push)) if self._verify else None
         if verifying is not None and not self._fleet.expects(push.version):
             await verifying  # the servers go on meanwhile
@@ -227,6 +243,7 @@ class ServerEngine:
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
+        self._wanted = replace(self._wanted, run=self._run)
         self._shares = version, shares
         self._use.begin(shares[0].texts)
         await self._fleet.update(version)
@@ -257,6 +274,7 @@ class ServerEngine:
         await self._fleet.close()
         if self._intake is not None:
             await self._intake.close()
+        self._lease.release()
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights, and prove them: by checksum, and by use where that is due."""

@@ -43,6 +43,7 @@ from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child
 from moe_trm.runtime.hang import HangDetector, Health, Observation, state_of
 from moe_trm.runtime.lifeline import signal_group
+from moe_trm.runtime.patience import patient
 
 POLL_S = 0.1
 """Pause between two looks at the limits of calls."""
@@ -179,7 +180,7 @@ class Child:
             assert process.stdin is not None
             process.stdin.write(pack(Hello(settings)))
             reading = from_child(process, _DECODER)
-            first = await asyncio.wait_for(reading, startup_s)
+            first = await asyncio.wait_for(reading, patient(startup_s))
         except TimeoutError:
             pass
         finally:
@@ -208,7 +209,7 @@ class Child:
         if self.ended.is_set():
             raise ChildEnded
         number, now = next(self._numbers), time.monotonic()
-        call = _Open(asyncio.get_running_loop().create_future(), answer, now + self._limit_s + GRACE_S)
+        call = _Open(asyncio.get_running_loop().create_future(), answer, now + self._limit_s + patient(GRACE_S))
         self._open[number] = call
         try:
             try:

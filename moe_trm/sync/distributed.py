@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from moe_trm.runtime.patience import patient
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.sync.rounding import Rounding
 from moe_trm.sync.tensors import tensor_digest
@@ -34,11 +35,11 @@ class Sender:
         group: a name that no other sender of this engine uses.
         address: of this machine, as the engine and the controller reach it.
         engine_ranks: tensor parallel size of the engine.
-        timeout_s: longest wait for the others, at every broadcast.
+        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
     """
 
     def __init__(self, group: str, address: str = "127.0.0.1", engine_ranks: int = 1, timeout_s: float = 300.0) -> None:
-        self._size, self._timeout = engine_ranks + 2, timedelta(seconds=timeout_s)
+        self._size, self._timeout = engine_ranks + 2, timedelta(seconds=patient(timeout_s))
         # At this address only: by itself the store listens on all interfaces.
         with listening(address) as door:
             port = door.getsockname()[1]

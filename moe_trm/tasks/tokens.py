@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ class Tokens:
         positions = config.get("max_position_embeddings")
         self.max_positions = positions if isinstance(positions, int) else None
         self.stop_token_ids = self._stop_tokens(config)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token stands for at most: a longer text has more tokens."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Text as ids, with the tokens that the tokenizer itself puts in front (a beginning token)."""

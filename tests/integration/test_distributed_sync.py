@@ -69,7 +69,7 @@ def push(server: Server, version: int, announced: list[Tensors], sent: list[Tens
                         for s, t in zip(senders, sent, strict=True)
                     )
                 ):
-                    await control.load(version, shares, dtype="float32", verify=True)
+                    await control.load(str(version), shares, dtype="float32", verify=True)
             finally:
                 await control.close()
             return time.perf_counter() - started

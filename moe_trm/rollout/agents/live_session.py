@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_trm.errors import CheckpointError, RecordRejected
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.request import ChatRequest, CompletionRequest, RequestOptions, one_token_stops
-from moe_trm.rollout.agents.template import ChatTemplate
+from moe_trm.rollout.agents.template import ChatTemplate, TooLongError
 from moe_trm.rollout.agents.tree import Context, Node, SessionTree
 from moe_trm.rollout.agents.turn_boundary import TextAnswer, cut_at_stop
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
@@ -25,6 +26,14 @@ MAX_REFUSED = 200
 """Requests of one session that are refused; one more rejects its sample."""
 
 Tools = tuple[Mapping[str, Any], ...]
+T = TypeVar("T")
+_LANGUAGE = ThreadPoolExecutor(1, "agents' text")
+"""Templates, tokenizer and parsers work here, one after the other: a long text must not stop the controller."""
+
+
+async def beside(work: Callable[[], T]) -> T:
+    """The value of `work`, which takes texts of agents and may take long; the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(_LANGUAGE, work)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class LiveSession:
 
     def __init__(self, policy: Policy, params: SamplingParams, *, bare: bool) -> None:
         self._policy, self.params, self._bare = policy, params, bare
-        self._template = ChatTemplate(policy.tokens)
+        self._template = ChatTemplate(policy.tokens, policy.limits.tokens)
         self._tasks: set[asyncio.Task[Any]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the exception that ends the sample, whatever the agent makes of it."""
@@ -80,15 +89,16 @@ class LiveSession:
 
     async def chat(self, request: ChatRequest) -> Node:
         """The policy's next message. Raises `ApiError`."""
-        tools = request.options.tools
-        context = self._written(
-            lambda: self.tree.chat(request.messages, request.options, lambda text: self._policy.reader(text, tools))
+        tools, tree = request.options.tools, self.tree
+        context = await self._written(
+            lambda: tree.chat(request.messages, request.options, lambda text: self._policy.reader(text, tools))
         )
         return await self._answer(context, request.asked, tools)
 
     async def complete(self, request: CompletionRequest) -> Node:
         """The policy's continuation of a text. Raises `ApiError`."""
-        context = self._written(lambda: self.tree.completion(request.prompt))
+        tree = self.tree
+        context = await self._written(lambda: tree.completion(request.prompt))
         return await self._answer(context, request.asked, None)
 
     def refuse(self) -> None:
@@ -110,41 +120,50 @@ class LiveSession:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    def _written(self, write: Callable[[], Context]) -> Context:
+    async def _written(self, write: Callable[[], Context]) -> Context:
+        if len(self._tasks) >= MAX_IN_FLIGHT:
+            raise ApiError(429, f"{MAX_IN_FLIGHT} requests of this session are in flight", code="too_many_requests")
         try:
-            return write()
+            return await self._in_flight(beside(write))
         except CheckpointError as error:
             raise ApiError(400, str(error), param="messages") from error
+        except TooLongError as error:
+            self.ended = True
+            text = f"{error}; rollout.max_tokens says how many there may be"
+            raise ApiError(400, text, param="messages", code="context_length_exceeded") from error
         except RecordRejected as rejection:
             self.fail(rejection)
             raise ApiError(500, "an answer cannot be read; the sample is given up") from rejection
 
     async def _answer(self, context: Context, asked: RequestOptions, tools: Tools | None) -> Node:
         params = self._params_for(context, asked)
-        if len(self._tasks) >= MAX_IN_FLIGHT:
-            raise ApiError(429, f"{MAX_IN_FLIGHT} requests of this session are in flight", code="too_many_requests")
-        task = asyncio.ensure_future(
-            self._policy.engine.turn(context.token_ids, params, start=context.known_rows, bare=self._bare)
-        )
         tree = self.tree
         self._begun += 1
-        self._tasks.add(task)
         try:
-            turn = await task
-            answer = self._read(turn, params, tools)
+            turn = await self._in_flight(
+                self._policy.engine.turn(context.token_ids, params, start=context.known_rows, bare=self._bare)
+            )
+            answer = await self._in_flight(beside(lambda: self._read(turn, params, tools)))
         except asyncio.CancelledError:
             # A client that hung up gets its turn back; it never saw an answer.
             self._begun -= tree is self.tree
-            task.cancel()
             raise
         except Exception as error:
             self.fail(error)
             raise ApiError(500, f"the policy cannot answer; the sample is given up: {error}") from error
-        finally:
-            self._tasks.discard(task)
         self.counts["requests"] += 1
         self.counts["overridden"] += bool(asked.overridden)
         return tree.add(context, turn, answer)
+
+    async def _in_flight(self, work: Awaitable[T]) -> T:
+        """The value of `work`, which `close` gives up."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        try:
+            return await task
+        finally:
+            task.cancel()
+            self._tasks.discard(task)
 
     def _params_for(self, context: Context, asked: RequestOptions) -> SamplingParams:
         limits, used = self._policy.limits, len(context.token_ids)

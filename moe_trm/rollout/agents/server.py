@@ -5,6 +5,7 @@ It is served by the event loop of the controller. A session is found by its path
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import secrets
@@ -17,7 +18,7 @@ from aiohttp import web
 from moe_trm.errors import ConfigError
 from moe_trm.rollout.agents import responses
 from moe_trm.rollout.agents.api_error import ApiError
-from moe_trm.rollout.agents.live_session import LiveSession
+from moe_trm.rollout.agents.live_session import LiveSession, beside
 from moe_trm.rollout.agents.request import RequestOptions, read_chat, read_completion
 from moe_trm.rollout.agents.tree import Node
 
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 OVERRIDDEN = "x-moe-trm-overridden"
 """Header of an answer: fields of its request that the run overrode."""
 ANYWHERE = ("0.0.0.0", "::")
+SILENT_S = 30.0
+"""A connection that has not shown the key of a session by then is closed."""
+MAX_STRANGERS = 256
+"""Connections without a key at the same time; for a further one the oldest is closed."""
 _Handler = Callable[[LiveSession, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -51,6 +56,8 @@ class AgentServer:
         self._host, self._port, self._limit = host, port, max_body_bytes
         self._sessions: dict[str, tuple[bytes, LiveSession]] = {}
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._url = ""
         self._answers = 0
 
@@ -65,8 +72,9 @@ class AgentServer:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, self._host, self._port)
-            await site.start()
+            self._listening = await asyncio.get_running_loop().create_server(
+                self._greet, self._host, self._port, backlog=MAX_STRANGERS
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(
@@ -75,7 +83,7 @@ class AgentServer:
                 got=f"{self._host}:{self._port} ({error.strerror})",
                 expected="an address of this machine and a free port; port 0: any",
             ) from error
-        port = self._runner.addresses[0][1]
+        port = self._listening.sockets[0].getsockname()[1]
         host = "127.0.0.1" if self._host in ANYWHERE else self._host
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -92,8 +100,28 @@ class AgentServer:
 
     async def close(self) -> None:
         """Stop listening."""
+        if self._listening is not None:
+            self._listening.close()
+        for deadline in self._strangers.values():
+            deadline.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _greet(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection, which must show a key soon: descriptors are few."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        stranger = self._runner.server()
+        self._strangers[stranger] = asyncio.get_running_loop().call_later(SILENT_S, self._turn_away, stranger)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._turn_away(next(iter(self._strangers)))
+        return stranger
+
+    def _turn_away(self, stranger: asyncio.BaseProtocol) -> None:
+        self._strangers.pop(stranger).cancel()
+        transport = getattr(stranger, "transport", None)
+        if transport is not None:
+            transport.abort()
 
     def _for(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -117,10 +145,14 @@ class AgentServer:
         right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key)
         if session is None or not right or scheme.lower() != "bearer":
             raise ApiError(401, "no such session, or not its key", code="invalid_api_key")
+        known = self._strangers.pop(request.protocol, None)
+        if known is not None:
+            known.cancel()
         return session
 
     async def _chat(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
-        asked = read_chat(await _body(request), session.params, reads_calls=session.reads_calls)
+        body = await _body(request)
+        asked = await beside(lambda: read_chat(body, session.params, reads_calls=session.reads_calls))
         node = await session.chat(asked)
         whole = responses.chat_completion(node, self._name("chatcmpl"), asked.asked, session.vocabulary)
         return await _reply(request, whole, asked.asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,10 +37,14 @@ class Template(Protocol):
         """
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Text as ids, by itself."""
+        """Text as ids, by itself. Raises `TooLongError`."""
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Text of a completion's prompt as ids, with the tokenizer's beginning token."""
+        """Text of a completion's prompt as ids, with the tokenizer's beginning token. Raises `TooLongError`."""
+
+
+class TooLongError(ValueError):
+    """A text that has too many tokens by its length alone. It has not been tokenised, which would take long."""
 
 
 class ChatTemplate:
@@ -47,10 +52,11 @@ class ChatTemplate:
 
     Args:
         tokens: the checkpoint's tokenizer.
+        most_tokens: that a text may have.
     """
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Tokens, most_tokens: int = sys.maxsize) -> None:
+        self._tokens, self._most_tokens = tokens, most_tokens
 
     def render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool = True) -> str:
         """See `Template.render`. Without `opens_answer` the text ends behind the last message."""
@@ -85,7 +91,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """See `Template.encode`."""
-        return self._tokens.encode_plain(text) if text else ()
+        return self._tokens.encode_plain(self._bounded(text)) if text else ()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids as text, special tokens included."""
@@ -93,7 +99,12 @@ class ChatTemplate:
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """See `Template.encode_prompt`."""
-        return self._tokens.encode(text)
+        return self._tokens.encode(self._bounded(text))
+
+    def _bounded(self, text: str) -> str:
+        if len(text) > self._most_tokens * self._tokens.longest_token:
+            raise TooLongError(f"a text of {len(text)} characters has more than {self._most_tokens} tokens")
+        return text
 
     def _render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
         whole = [_with_thinking(message) for message in messages]

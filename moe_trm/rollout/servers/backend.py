@@ -55,6 +55,7 @@ class Requirements:
         dtype: the engine's arithmetic.
         verify: True when weight pushes are proved.
         quantization: to which the engine is meant to round the weights that it is sent.
+        run: name of the run in the labels of its weights (`ownership.label_of`).
     """
 
     model: ServedModel
@@ -63,6 +64,7 @@ class Requirements:
     dtype: str
     verify: bool
     quantization: str | None = None
+    run: str = ""
 
 
 class ServerBackend(AnswerFormat):
@@ -71,12 +73,14 @@ class ServerBackend(AnswerFormat):
     Attributes:
         traits: its capabilities; `has_servers` is set.
         answers: name of a light `AnswerFormat`, `package.module:Class`, for intake processes; empty: this class.
+        labels_runs: its labels of weights name the run (`ownership.label_of`); else they are bare versions.
         alive_path: of a GET that a server's process answers, whatever its engine does.
         health_path: of a GET that succeeds when the engine generates; 503 while it loads.
     """
 
     traits: ClassVar[EngineTraits]
     answers: ClassVar[str] = ""
+    labels_runs: ClassVar[bool] = False
     alive_path: ClassVar[str] = "/health"
     health_path: ClassVar[str] = "/health"
 
@@ -104,6 +108,10 @@ class ServerBackend(AnswerFormat):
     @abstractmethod
     async def abort(self, http: EngineHttp) -> None:
         """End every answer in progress with what was sampled so far. Raises `EngineError`."""
+
+    def refuses_request(self, status: int, text: str) -> bool:
+        """True when an HTTP error is the fault of the one request, e.g. of a context that is too long."""
+        return status in (400, 413, 422)
 
     async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
         """Release the device memory of `weights` and `kv_cache`. Asked where `EngineTraits.lends_memory` is set."""

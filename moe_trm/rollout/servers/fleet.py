@@ -25,16 +25,19 @@ from contextlib import contextmanager
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
 from moe_trm.rollout.servers.endpoint import Post, T
-from moe_trm.rollout.servers.http import EngineSlow
+from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, refused
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.servers.use_proof import ServerUnfit
+from moe_trm.runtime.patience import patient
 from moe_trm.types import ServerState
 
 REISSUES = 8
 """Times that one sample is asked for again before it is rejected (`engine_failed`)."""
 SLOW_REISSUES = 1
 """The same for one that a server which is well did not finish within `rollout.timeout_s`."""
+MOST_REFUSED = 256
+"""Requests that are refused before one is answered, after which the run ends."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 """Pause before a sample is asked for again; it doubles."""
 WATCH_S = 2.0
@@ -42,7 +45,7 @@ WATCH_S = 2.0
 SILENCE_S = 5.0
 """A server with samples in flight that answered none for so long is asked whether it is there."""
 DOOR_S = 10.0
-"""Longest time in which a server that is there says so."""
+"""Longest time in which a server that is there says so; one that does not, twice in turn, is out of service."""
 HEALTH_S = 30.0
 """Longest time in which a working engine makes a token for a health check; SGLang itself gives up after 20 s."""
 
@@ -84,8 +87,8 @@ class Fleet:
         self._updates: dict[RemoteServer, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self._unfit = set[RemoteServer]()
-        self.reissued = self.lost = self.recovered = 0
+        self.reissued = self.lost = self.recovered = self._refused = 0
+        self._answers, self._suspects, self._unfit = False, set[RemoteServer](), set[RemoteServer]()
         self._lost_s = 0.0
 
     def start(self) -> None:
@@ -111,21 +114,29 @@ class Fleet:
         """The value that `post` makes of an answer of a server with the newest weights.
 
         Raises:
-            RecordRejected: `engine_failed`, when servers that are well fail on this request again and again.
-            EngineError: no server came back in time, or the request itself was refused (4xx).
+            RecordRejected: `engine_failed`, when servers that are well fail on this request again and again; `refused`,
+                when a server refuses it and answers others.
+            EngineError: no server came back in time, the key is wrong, or all requests are refused.
         """
         slow = 0
         for attempt in range(REISSUES + 1):
             server = await self._ready()
             try:
-                return await server.ask(post)
-            except EngineLost as error:
+                value = await server.ask(post)
+            except (HttpStatusError, EngineLost) as error:
+                if isinstance(error, HttpStatusError) and server.backend.refuses_request(error.status, str(error.got)):
+                    raise self._refusal(error) from error
+                if not isinstance(error, EngineLost):
+                    raise
                 lost = error
+            else:
+                self._answers = True
+                return value
             slow += isinstance(lost, EngineSlow) and not server.fenced
             if slow > SLOW_REISSUES:
                 break
             self.reissued += 1
-            if not server.fenced and not await server.generates(HEALTH_S):
+            if not server.fenced and not await server.generates(patient(HEALTH_S)):
                 self._fence(server, lost)
             if self._router is not None:
                 self._router.forget()
@@ -138,6 +149,11 @@ class Fleet:
             expected="an answer",
             fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
         )
+
+    def _refusal(self, error: HttpStatusError) -> Exception:
+        """One sample's fault is one sample's. A server that refuses all of them is not the configured one."""
+        self._refused += 1
+        return error if not self._answers and self._refused >= MOST_REFUSED else refused(error)
 
     def expect(self, version: int) -> None:
         """Let samples wait for the weights of `version`, which `update` brings; nothing may be in flight."""
@@ -186,13 +202,13 @@ class Fleet:
     async def fence_restarted(self) -> None:
         """Look for servers that were restarted while they had no request.
 
-        They serve other weights under another label.
+        They serve other weights under another label. Raises `SyncError` where another run gave it.
         """
         for server in self.servers:
             if server.fenced or server.updating:
                 continue
             try:
-                same = await server.label(DOOR_S) == str(server.version)
+                same = await server.serves_proved(patient(DOOR_S))
             except EngineLost:
                 same = False
             if not same:
@@ -292,7 +308,7 @@ class Fleet:
             await asyncio.sleep(WATCH_S)
             if self._router is not None:
                 self._router.forget()
-                if self._router.endpoint.silent_s > SILENCE_S:
+                if self._router.endpoint.silent_s > patient(SILENCE_S):
                     await self._router.give_up_if_stuck()
             await asyncio.gather(*(self._look(server) for server in self.servers))
 
@@ -300,11 +316,14 @@ class Fleet:
         # Others wait for a server that is given weights; behind a router the answers of one hide the silence of
         # another.
         hidden = server.updating or (self._router is not None and server.in_flight)
-        if (hidden or server.silent_s > SILENCE_S) and not server.fenced and not await server.alive(DOOR_S):
-            self._fence(
-                server,
-                EngineLost("the rollout server is silent", where=server.http.url, got=f"nothing in {DOOR_S:g} s"),
-            )
+        door_s = patient(DOOR_S)
+        if server.fenced or not (hidden or server.silent_s > patient(SILENCE_S)) or await server.alive(door_s):
+            self._suspects.discard(server)
+        elif server not in self._suspects:
+            self._suspects.add(server)
+        else:
+            why = f"nothing in {door_s:g} s, twice"
+            self._fence(server, EngineLost("the rollout server is silent", where=server.http.url, got=why))
 
     def _leave_out(self, server: RemoteServer, why: ServerUnfit) -> None:
         """Go on without this server for good. Raises `why` where it is the last one."""
@@ -337,7 +356,7 @@ class Fleet:
         deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
         while True:
             try:
-                if await server.generates(HEALTH_S):
+                if await server.generates(patient(HEALTH_S)):
                     await self._prove(server)
                     break
             except ServerUnfit as error:
@@ -373,7 +392,7 @@ class Fleet:
         That label means that it has not been restarted.
         """
         while self._version is not None:
-            if server.version == self._version and await server.label(DOOR_S) == str(self._version):
+            if server.version == self._version and await server.serves_proved(patient(DOOR_S)):
                 return
             server.version = None
             await self._load(server)

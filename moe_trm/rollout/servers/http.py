@@ -10,7 +10,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from moe_trm.errors import EngineError, EngineLost
+from moe_trm.errors import EngineError, EngineLost, RecordRejected
 
 FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
@@ -64,13 +64,14 @@ class EngineHttp:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str, *, timeout_s: float | None = None, attempts: int | None = None) -> Any:
         """Parsed JSON of a GET. Raises `EngineError`."""
-        return orjson.loads(await self.request("GET", path))
+        content = await self.request("GET", path, timeout_s=timeout_s, attempts=attempts)
+        return parsed(content, f"GET {self.url}{path}")
 
     async def post(self, path: str, body: Mapping[str, object]) -> Any:
         """Parsed JSON of a POST. Raises `EngineError`."""
-        return orjson.loads(await self.request("POST", path, body))
+        return parsed(await self.request("POST", path, body), f"POST {self.url}{path}")
 
     async def request(
         self,
@@ -188,6 +189,27 @@ class EngineHttp:
         )
         error.status = status
         return error
+
+
+def refused(error: HttpStatusError) -> RecordRejected:
+    """The rejection of a sample whose request a server refuses, while it answers others."""
+    return RecordRejected(
+        "refused",
+        "the rollout server refuses this request",
+        where=error.where,
+        got=error.got,
+        expected="an answer",
+        fix="Shorten prompts or rollout.max_new_tokens if it is too long, or raise the server's context length.",
+    )
+
+
+def parsed(content: bytes, where: str) -> Any:
+    """The JSON of an answer. Raises `EngineLost` for anything else, as from a proxy before a server that is away."""
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        got = content[:MAX_ERROR_CHARACTERS].decode(errors="replace")
+        raise EngineLost("something else than the rollout server answers here", where=where, got=got) from error
 
 
 def _may_pass(status: int) -> bool:

@@ -27,6 +27,7 @@ from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
 from moe_trm.rollout.servers.last_words import last_words
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline, signal_group
+from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import Scratch
 
 LAST_BYTES = 1 << 18
@@ -37,6 +38,8 @@ KEPT_OUTPUT_BYTES = 16 * 2**20
 """Most of the server's output that is kept beside its log, apart from what has not been copied yet."""
 COPIED_BYTES = 2**20
 """Most bytes of it that are copied at once."""
+HEALTH_S = 20.0
+"""Longest wait for a health check of a server that starts; SGLang's own gives up after 20 s."""
 KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
 
@@ -240,7 +243,7 @@ def _wait_until_ready(server: Server, timeout_s: float, cancelled: threading.Eve
                 expected=f"a server that answers {server.backend.health_path}",
                 fix="Mend what it says; the whole log and every argument of the server are in the file above.",
             )
-        if server.answers(server.backend.health_path, timeout_s=5.0):
+        if server.answers(server.backend.health_path, timeout_s=patient(HEALTH_S)):
             return
         if cancelled.wait(POLL_S):
             raise EngineError("the rollout server was not needed any more", where=str(server.log_path))

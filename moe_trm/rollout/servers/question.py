@@ -26,6 +26,8 @@ class RequestedFields:
     """True when an answer aborted after its first token is a record too: the beginning of one, to be continued."""
     missing: Literal["reject", "native"] = "reject"
     """Treatment of a sample with recomputed routes (`SampledTurn.recomputed`): reject it, or leave them out."""
+    run: str = ""
+    """Name of the run in the labels of weights (`ownership.version_of`); empty before its first push."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from moe_trm.errors import EngineError, EngineLost
 from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.endpoint import Endpoint, Post, T
 from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
+from moe_trm.rollout.servers.ownership import label_of, refuse_foreign
 from moe_trm.types import ServerState
 
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -27,6 +28,7 @@ class RemoteServer:
         http: its own connection, for everything but samples.
         backend: of its engine.
         endpoint: where its samples are asked for, if that is not the server itself.
+        run: name of the run in the labels of its weights; empty: they are bare versions.
 
     Attributes:
         http, backend: see above.
@@ -38,8 +40,10 @@ class RemoteServer:
         released: its device memory is the learner's until it is given weights.
     """
 
-    def __init__(self, http: EngineHttp, backend: ServerBackend, endpoint: Endpoint | None = None) -> None:
-        self.http, self.backend, self._endpoint = http, backend, endpoint or Endpoint(http)
+    def __init__(
+        self, http: EngineHttp, backend: ServerBackend, endpoint: Endpoint | None = None, *, run: str = ""
+    ) -> None:
+        self.http, self.backend, self._endpoint, self._run = http, backend, endpoint or Endpoint(http), run
         self.version: int | None = None
         self.updating = self.keeping = self.fenced = self.released = False
         self.why, self._fenced_at = "", 0.0
@@ -119,9 +123,14 @@ class RemoteServer:
             return False
         return True
 
-    async def label(self, timeout_s: float) -> str:
-        """The label of the weights that it serves. Raises `EngineError`."""
-        return await self.backend.version(self.http, timeout_s=timeout_s)
+    async def serves_proved(self, timeout_s: float) -> bool:
+        """True when it has the label of its last proved version: it has not been restarted since.
+
+        Raises `EngineError`, and `SyncError` where another run has given it weights.
+        """
+        label = await self.backend.version(self.http, timeout_s=timeout_s)
+        refuse_foreign(label, self._run, self.http.url)
+        return self.version is not None and label == label_of(self.version, self._run)
 
     async def started(self, startup_timeout_s: float, wait_s: float) -> None:
         """Return when it generates.

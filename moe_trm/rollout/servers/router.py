@@ -9,13 +9,13 @@ Source: smg 1.13.0 (the former sglang-router), `GET`, `POST` and `DELETE /worker
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from typing import Any
 
 from moe_trm.errors import EngineLost
 from moe_trm.rollout.servers.endpoint import Endpoint
-from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError, parsed
+from moe_trm.runtime.patience import patient
 
 POLL_S = 0.05
 """Pause between two looks at what the router made of an order, which it only queues."""
@@ -80,7 +80,7 @@ class Router:
             self._told, self._lost_at = urls, None
 
     async def _tell(self, urls: frozenset[str], every: bool) -> None:
-        deadline = _now() + ORDER_S
+        deadline = _now() + patient(ORDER_S)
         while True:
             listed = await self._listed()
             able = {url for url, worker in listed.items() if _takes_samples(worker)}
@@ -102,7 +102,7 @@ class Router:
 
     async def _listed(self) -> dict[str, dict[str, Any]]:
         try:
-            answer = json.loads(await self._http.request("GET", "/workers", timeout_s=ANSWER_S))
+            answer = parsed(await self._http.request("GET", "/workers", timeout_s=patient(ANSWER_S)), self._http.url)
         except EngineLost as error:
             raise EngineLost(
                 "the router is not there",
@@ -119,7 +119,7 @@ class Router:
     async def _order(self, method: str, path: str, body: dict[str, object] | None = None) -> None:
         log.info("router %s: %s %s", self._http.url, method, body["url"] if body else path)
         try:
-            await self._http.request(method, path, body, timeout_s=ANSWER_S)
+            await self._http.request(method, path, body, timeout_s=patient(ANSWER_S))
         except HttpStatusError as error:
             if error.status not in DONE_ALREADY:
                 raise

@@ -18,6 +18,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.runtime.activity import Activity, activity_of
+from moe_trm.runtime.patience import patient
 
 POLL_S = 0.5
 """Pause between two looks at the process."""
@@ -115,7 +116,7 @@ class Watchdog:
         begun, before = time.monotonic(), self._activity()
         if self._speaks():
             self._spoke = True
-            if self._server.answers(self._server.backend.health_path, HEALTH_S):
+            if self._server.answers(self._server.backend.health_path, patient(HEALTH_S)):
                 return None, True
         elif self._ending.is_set():
             return None, False

@@ -36,14 +36,14 @@ async def paused(api: EngineApi) -> AsyncIterator[None]:
         await api.post("/continue_generation", {})
 
 
-async def check_version(api: EngineApi, version: int) -> None:
-    """Raise `SyncError` unless the engine labels its weights `version`.
+async def check_label(api: EngineApi, label: str) -> None:
+    """Raise `SyncError` unless the engine labels its weights so (`ownership.label_of`).
 
     Necessary, and proof of nothing: see `check_weights`.
     """
     served = (await api.get("/model_info"))["weight_version"]
-    if served != str(version):
-        raise SyncError("the engine labels its weights with another version", got=served, expected=str(version))
+    if served != label:
+        raise SyncError("the engine labels its weights with another version", got=served, expected=label)
 
 
 async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:

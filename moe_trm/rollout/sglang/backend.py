@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.config.schema import Config
-from moe_trm.errors import refuse_together
+from moe_trm.errors import EngineLost, refuse_together
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
-from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.launch import launched
@@ -26,6 +25,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
     traits = ENGINES[DEFAULT]
     alive_path = "/model_info"
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
+    labels_runs = True
 
     def check(self, config: Config) -> None:
         """See `check_quantised`, `check_layers` and `check_epsilons`."""
@@ -46,12 +46,19 @@ class SglangBackend(SglangAnswers, ServerBackend):
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
         """`weight_version`; `default` of a server that was given none."""
-        info = json.loads(await http.request("GET", "/model_info", timeout_s=timeout_s, attempts=1))
+        content = await http.request("GET", "/model_info", timeout_s=timeout_s, attempts=1)
+        info = parsed(content, http.url)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise EngineLost("something else than SGLang answers here", where=http.url, got=content[:200])
         return str(info["weight_version"])
 
     async def abort(self, http: EngineHttp) -> None:
         """`/abort_request` for all."""
         await http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    def refuses_request(self, status: int, text: str) -> bool:
+        """See `ServerBackend`. Where masks are asked for, SGLang 0.5.23 answers 500 to what is too long."""
+        return super().refuses_request(status, text) or "context length" in text
 
     async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
         """`/release_memory_occupation`."""

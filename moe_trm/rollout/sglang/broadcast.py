@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_trm.errors import EngineError, SyncError
-from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
+from moe_trm.rollout.sglang.api import EngineApi, check_label, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.runtime.patience import patient
 from moe_trm.sync.distributed import broadcast, join_group
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.sync.rounding import DTYPES
@@ -35,7 +36,7 @@ class DistributedPush:
     Args:
         api: requests to the engine.
         engine_ranks: its tensor parallel size.
-        timeout_s: longest wait for the others, at every broadcast.
+        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
         device: where the engine holds its tensors.
     """
 
@@ -69,8 +70,8 @@ class DistributedPush:
                 )
             self._groups[meeting.group] = await witness
 
-    async def load(self, version: int, shares: Sequence[Share], *, dtype: str, verify: bool) -> None:
-        """Make the engine serve `version`, received from every sender in turn; each has to be in `send` by then.
+    async def load(self, label: str, shares: Sequence[Share], *, dtype: str, verify: bool) -> None:
+        """Make the engine serve weights under `label`, received from every sender; each has to be in `send` by then.
 
         Raises:
             SyncError: a tensor differs from its owner's memory, or the engine's tensors or version are not those of the
@@ -89,7 +90,7 @@ class DistributedPush:
             try:
                 for number, (group, bucket) in enumerate(requests):
                     last = number == len(requests) - 1
-                    label = {"weight_version": str(version)} if last else {}
+                    labelled = {"weight_version": label} if last else {}
                     witness = asyncio.create_task(asyncio.to_thread(self._witness, group, bucket, checksums))
                     await self._succeed(
                         "/update_weights_from_distributed",
@@ -99,7 +100,7 @@ class DistributedPush:
                             "shapes": [list(entry.shape) for entry in bucket],
                             "group_name": group,
                             "flush_cache": last,
-                            **label,
+                            **labelled,
                         },
                     )
                     damaged += await witness
@@ -115,7 +116,7 @@ class DistributedPush:
                     "again."
                 ),
             )
-        await check_version(self.api, version)
+        await check_label(self.api, label)
         if verify:
             await check_weights(self.api, checksums.result())
 
@@ -136,7 +137,7 @@ class DistributedPush:
             raise SyncError("the engine refused a step of the push", where=path, got=answer.get("message"))
 
     def _join_as_witness(self, meeting: Meeting) -> dist.ProcessGroupGloo:
-        timeout, size = timedelta(seconds=self.timeout_s), self.engine_ranks + 2
+        timeout, size = timedelta(seconds=patient(self.timeout_s)), self.engine_ranks + 2
         store = TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return join_group(store, meeting.group, size - 1, size, timeout)
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers.backend import Array, Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
@@ -20,7 +21,7 @@ class SglangClient(ServerClient):
 
     def __init__(self, requirements: Requirements) -> None:
         self._check = ServerCheck(requirements)
-        self._dtype, self._verify = requirements.dtype, requirements.verify
+        self._dtype, self._verify, self._run = requirements.dtype, requirements.verify, requirements.run
         self._devices: dict[str, str] = {}
         self._broadcast: DistributedPush | None = None
 
@@ -52,14 +53,15 @@ class SglangClient(ServerClient):
         keeping: AbstractContextManager[None],
     ) -> None:
         """See `load_folder`."""
-        await load_folder(http, push, expected, keeping)
+        await load_folder(http, push, expected, keeping, label=label_of(push.version, self._run))
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """See `DistributedPush.load`; the first time the groups are formed."""
         if self._broadcast is None:
             self._broadcast = DistributedPush(http, device=self._device)
             await self._broadcast.join([share.meeting for share in shares])
-        await self._broadcast.load(version, shares, dtype=self._dtype, verify=self._verify)
+        label = label_of(version, self._run)
+        await self._broadcast.load(label, shares, dtype=self._dtype, verify=self._verify)
 
     async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
         """See `greedy_tokens`."""

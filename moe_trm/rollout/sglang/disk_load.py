@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
-from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
+from moe_trm.rollout.sglang.api import EngineApi, check_label, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
@@ -102,12 +102,15 @@ async def load_folder(
     push: WeightPush,
     expected: Awaitable[Mapping[str, str]] | None,
     keeping: AbstractContextManager[None] | None = None,
+    *,
+    label: str | None = None,
 ) -> None:
     """Make the engine serve `push` with an empty prefix cache.
 
     Args:
         api: the engine.
         push: the folder, and its version.
+        label: of these weights; None: the version.
         expected: of `verified_checksums`, which the engine must report; None: not asked.
         keeping: entered once the engine is paused, and left when its weights are proved and it may go on.
 
@@ -115,9 +118,10 @@ async def load_folder(
         SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
         EngineLost: the engine cannot be reached, or fails.
     """
+    label = str(push.version) if label is None else label
     body = {
         "model_path": push.directory,
-        "weight_version": str(push.version),
+        "weight_version": label,
         "flush_cache": True,
         # SGLang would take the format it was started with, which is `dummy` beside a quantised checkpoint.
         "load_format": "auto",
@@ -128,7 +132,7 @@ async def load_folder(
                 answer = await api.post("/update_weights_from_disk", body)
                 if not answer.get("success"):
                     raise SyncError("the engine did not load the push", where=push.directory, got=answer.get("message"))
-                await check_version(api, push.version)
+                await check_label(api, label)
                 if expected is not None:
                     await check_weights(api, await expected)
     except EngineLost:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.turn import routes_rejected
@@ -34,9 +35,6 @@ POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
 
 QUOTATION_MARK = ord('"')
-
-MAX_VERSION_DIGITS = 9
-"""Keeps versions inside int32."""
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
@@ -109,7 +107,7 @@ def parse_turn(
     mask, rollout_S = None, full_S
     if wanted.mask:
         mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, wanted.violation)
-    spans = _version_spans(answer.meta_info, len(output_S))
+    spans = _version_spans(answer.meta_info, len(output_S), wanted.run)
     recomputed, retracted = _recomputed_routes(answer.meta_info, spans, asked=wanted.routes)
     return SampledTurn(
         tokens=output_S,
@@ -211,7 +209,7 @@ def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     return array
 
 
-def _version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
+def _version_spans(meta: MetaInfo, num_sampled: int, run: str) -> list[tuple[int, int]]:
     """Versions of the sampled tokens, in their order, with the number of tokens of each."""
     spans = meta.weight_versions or []
     starts, ends = [span.start for span in spans], [span.end for span in spans]
@@ -223,16 +221,7 @@ def _version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
             got=[(span.version, span.start, span.end) for span in spans],
             expected=f"spans from 0 to {num_sampled} without gap or overlap",
         )
-    for span in spans:
-        if not span.version.isdecimal() or len(span.version) > MAX_VERSION_DIGITS:
-            raise RecordRejected(
-                "version_unknown",
-                "the engine serves weights that no push gave it",
-                got=span.version,
-                expected="a version number",
-                fix="Push weights before the first sample.",
-            )
-    return [(int(span.version), span.end - span.start) for span in spans]
+    return [(version_of(span.version, run), span.end - span.start) for span in spans]
 
 
 def _versions(spans: Sequence[tuple[int, int]]) -> np.ndarray:

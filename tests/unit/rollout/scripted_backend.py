@@ -31,6 +31,7 @@ from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.servers.backend import Array, Launch, Requirements, ServerBackend, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.ownership import label_of, version_of
 from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import WeightPush
@@ -57,6 +58,7 @@ class ScriptedBackend(ServerBackend):
     traits = EngineTraits(
         records_routes=False, records_masks=False, has_servers=True, lends_memory=False, awaits_weights=True
     )
+    labels_runs = True
     generate_path = "/say"
     alive_path = "/weights"
 
@@ -77,8 +79,6 @@ class ScriptedBackend(ServerBackend):
             raise RecordRejected("malformed", "not an answer of the script", got=str(error)) from error
         if answer.seen != len(question.context):
             raise RecordRejected("prompt_length", "another prompt", got=answer.seen, expected=len(question.context))
-        if not answer.weights.isdecimal():
-            raise RecordRejected("version_unknown", "weights that no push gave it", got=answer.weights)
         if answer.finish == "abort" and not (question.wanted.partial and answer.tokens):
             raise RecordRejected("aborted", "the server ended the answer")
         if len(answer.logprobs) != len(answer.tokens):
@@ -87,7 +87,7 @@ class ScriptedBackend(ServerBackend):
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= model.vocab_size:
             raise RecordRejected("token_range", "no token of the vocabulary", got=answer.tokens)
         logprobs = np.array(answer.logprobs, np.float32)
-        versions = np.full(len(tokens), int(answer.weights), np.int32)
+        versions = np.full(len(tokens), version_of(answer.weights, question.wanted.run), np.int32)
         return SampledTurn(tokens, logprobs, logprobs, versions, None, None, answer.finish)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
@@ -97,14 +97,14 @@ class ScriptedBackend(ServerBackend):
         await http.post("/abort", {})
 
     def client(self, requirements: Requirements) -> ScriptedClient:
-        return ScriptedClient(requirements.verify)
+        return ScriptedClient(requirements.verify, requirements.run)
 
 
 class ScriptedClient(ServerClient):
     """See `ServerClient`. The proof of a push is the digest of every tensor that the server read."""
 
-    def __init__(self, verify: bool) -> None:
-        self._verify = verify
+    def __init__(self, verify: bool, run: str) -> None:
+        self._verify, self._run = verify, run
 
     async def check(self, http: EngineHttp) -> None:
         if (served := await http.get("/weights")).get("engine") != "script":
@@ -132,10 +132,11 @@ class ScriptedClient(ServerClient):
     ) -> None:
         try:
             with keeping:
-                told = await http.post("/load", {"folder": push.directory, "version": push.version})
+                label = label_of(push.version, self._run)
+                told = await http.post("/load", {"folder": push.directory, "version": label})
                 if expected is not None and told["digests"] != await expected:
                     raise SyncError("the server read other tensors than the learner wrote", where=http.url)
-                if told["weights"] != str(push.version):
+                if told["weights"] != label:
                     raise SyncError("the server labels its weights with another version", got=told["weights"])
         except EngineLost:
             raise

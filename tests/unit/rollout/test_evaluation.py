@@ -22,12 +22,17 @@ class Answers:
     def __init__(self, rewards: Mapping[str, list[float | None]]) -> None:
         self.left = {name: list(values) for name, values in rewards.items()}
         self.asked: list[SamplingParams] = []
+        self.busy = self.most_busy = 0
 
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         raise AssertionError("an evaluation makes no training samples")
 
     async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
         self.asked.append(params)
+        self.busy += 1
+        self.most_busy = max(self.most_busy, self.busy)
+        await asyncio.sleep(0)
+        self.busy -= 1
         reward = self.left[prompt.prompt_id].pop(0)
         if reward is None:
             raise RecordRejected("reward_error", "no reward")
@@ -45,7 +50,7 @@ def measure(
 ) -> tuple[dict[str, float], Answers]:
     sampler = Answers({name: rewards for prompts in sets.values() for name, rewards in prompts.items()})
     prompts = {name: [Prompt(one, (1,)) for one in rewards] for name, rewards in sets.items()}
-    evaluator = Evaluator(settings, sampler, prompts, BEHAVIOR, greedy_metric=greedy_metric)
+    evaluator = Evaluator(settings, sampler, prompts, BEHAVIOR, greedy_metric=greedy_metric, concurrency=2)
     return asyncio.run(evaluator.measure()), sampler
 
 
@@ -75,10 +80,12 @@ def test_greedy_and_sampled_metrics_of_every_set() -> None:
 
 
 def test_an_answer_without_a_reward_is_left_out_and_counted() -> None:
-    metrics, _ = measure(EvalConfig(samples=2), {"": {"a": [None, 1, None], "b": [1, None, None]}})
+    metrics, sampler = measure(EvalConfig(samples=2), {"": {"a": [None, 1, None], "b": [1, None, None]}})
     assert metrics["eval/accuracy"] == 1
     assert metrics["eval/avg_at_2"] == metrics["eval/pass_at_2"] == 1
     assert metrics["eval/rejected/reward_error"] == 4
+    assert metrics["eval/answered_fraction"] == 0.5
+    assert sampler.most_busy == 2, "the time of an answer begins with its turn"
 
 
 def test_rewards_that_are_not_right_or_wrong_make_no_share() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock, patch
 
 import pytest
 from aiohttp import web
@@ -13,7 +14,7 @@ from aiohttp import web
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.servers import fleet as fleet_module
 from moe_trm.rollout.servers.fleet import Fleet
-from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.use_proof import ServerUnfit
 from moe_trm.rollout.sglang.backend import SglangBackend
@@ -21,11 +22,11 @@ from tests.unit.rollout.local_app import LocalApp
 
 
 class FakeServer(LocalApp):
-    """Answers like SGLang as far as a fleet asks. `hangs`: nothing is answered; `fails`: every sample gets HTTP 500."""
+    """Answers like SGLang as far as a fleet asks. `hangs`: nothing is answered; `fails`: every sample gets `status`."""
 
     def __init__(self, name: str) -> None:
         self.name, self.label, self.asked, self.aborted = name, "default", 0, asyncio.Event()
-        self.fails = self.slow = False
+        self.fails, self.slow, self.status, self.says = False, False, 500, ""
         self.free = asyncio.Event()
         self.free.set()
 
@@ -41,7 +42,7 @@ class FakeServer(LocalApp):
         self.asked += 1
         await self.free.wait()
         if self.fails:
-            return web.Response(status=500)
+            return web.Response(status=self.status, text=self.says)
         if self.slow:
             self.aborted.clear()
             await self.aborted.wait()
@@ -244,6 +245,62 @@ async def test_a_sample_that_fails_on_every_server_is_rejected_and_not_asked_for
             await fleet.ask({})
         assert caught.value.reason == "engine_failed"
         assert fakes[0].asked == fleet_module.REISSUES + 1
+
+
+@in_loop
+async def test_a_request_that_a_server_refuses_costs_its_own_sample_at_once() -> None:
+    """With masks SGLang answers 500 to what is too long."""
+    async with running(1) as (fleet, fakes, _):
+        assert await fleet.ask({}) == b"a 1"
+        fakes[0].fails, refused = True, "Requested token count exceeds the model's maximum context length of 8 tokens."
+        for fakes[0].status, fakes[0].says in ((400, "no"), (413, ""), (400, refused), (500, refused)):
+            asked = fakes[0].asked
+            with pytest.raises(RecordRejected) as caught:
+                await fleet.ask({})
+            assert (caught.value.reason, fakes[0].asked) == ("refused", asked + 1)
+            assert fakes[0].says in str(caught.value)
+        fakes[0].status, fakes[0].says = 401, ""
+        with pytest.raises(HttpStatusError, match="same key"):
+            await fleet.ask({})
+        assert fleet.metrics()["rollout/losses"] == 0
+
+
+@in_loop
+async def test_a_server_that_refuses_every_request_ends_the_run() -> None:
+    async with running(1) as (fleet, fakes, _):
+        fakes[0].fails, fakes[0].status = True, 400
+        asks = [fleet.ask({}) for _ in range(fleet_module.MOST_REFUSED + 1)]
+        outcomes = await asyncio.gather(*asks, return_exceptions=True)
+        assert sum(isinstance(outcome, HttpStatusError) for outcome in outcomes) == 2
+
+
+@in_loop
+async def test_a_server_is_out_of_service_when_it_is_silent_twice_in_turn() -> None:
+    async with running(1) as (fleet, _, _):
+        fleet._watch.cancel()
+        server, answers = fleet.servers[0], [False, True, False, False]
+        server.updating = True
+        fenced = []
+        with patch.object(server, "alive", AsyncMock(side_effect=answers)):
+            for _ in answers:
+                await fleet._look(server)
+                fenced.append(server.fenced)
+        assert fenced == [False, False, False, True]
+
+
+@in_loop
+async def test_a_page_of_somebody_else_is_no_answer_of_a_server() -> None:
+    """As from a proxy before a server that is away: status 200, and HTML. Whoever asks again finds the server."""
+    async with running(1) as (fleet, fakes, _):
+        fakes[0].label = "x"
+        http = fleet.servers[0].http
+        with patch.object(http, "request", AsyncMock(return_value=b"<html>")):
+            with pytest.raises(EngineLost, match="something else"):
+                await fleet.servers[0].serves_proved(1.0)
+            for ask in (http.get("/x"), http.post("/x", {})):
+                with pytest.raises(EngineLost, match="something else"):
+                    await ask
+        assert not await fleet.servers[0].serves_proved(1.0)
 
 
 @in_loop

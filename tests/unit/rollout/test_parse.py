@@ -247,6 +247,24 @@ JSON_VALUES = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=2),
     max_leaves=4,
 )
+
+
+@pytest.mark.parametrize("label", ["4", "4-beef", "4-cafe0", "4-", "-cafe", "4-CAFE", "4-cafe\n", "\u0664-cafe"])
+def test_weights_that_another_run_gave_are_not_believed(label: str) -> None:
+    """Under the same number too; once a run has pushed, every answer names it."""
+    wanted = RequestedFields(routes=True, mask=False, run="cafe")
+    for spans, good_until in (([label], 0), (["4-cafe", label], 1)):
+        answer = good()
+        answer["meta_info"]["weight_versions"] = [
+            {"version": each, "start": place, "end": place + 1} for place, each in enumerate((*spans, "4-cafe")[:2])
+        ]
+        with pytest.raises(RecordRejected, match="no push of this run") as caught:
+            parse(answer, wanted)
+        assert caught.value.reason == "version_unknown"
+        answer["meta_info"]["weight_versions"][good_until]["version"] = "4-cafe"
+        assert parse(answer, wanted).versions.tolist() == [4, 4]
+
+
 READ = ["finish_reason", "prompt_tokens", "output_token_logprobs", "weight_versions", "output_token_sampling_mask"]
 READ += ["output_token_sampling_logprobs", "routed_experts", "num_retractions"]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
 from moe_trm.rollout.sglang import broadcast
-from moe_trm.rollout.sglang.api import check_can_verify, check_version, check_weights
+from moe_trm.rollout.sglang.api import check_can_verify, check_label, check_weights
 from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.sync.disk import finish_push, write_buckets, write_shard
@@ -378,7 +378,7 @@ def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: 
 
 def test_checks_say_what_is_wrong() -> None:
     with pytest.raises(SyncError, match="another version"):
-        asyncio.run(check_version(FakeEngine(TENSORS, "2"), 1))
+        asyncio.run(check_label(FakeEngine(TENSORS, "2"), "1"))
     with pytest.raises(SyncError, match="differ"):
         asyncio.run(check_weights(FakeEngine(TENSORS, "2"), dict.fromkeys(expected(), "0" * 16)))
     assert check_can_verify({"tp_size": 1, "device": "cpu"}) == "cpu"

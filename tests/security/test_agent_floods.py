@@ -1,0 +1,125 @@
+"""An agent, or somebody on the network beside it, cannot stop the controller by long texts and silent connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+
+from moe_trm.rollout.agents import server as agent_server
+from moe_trm.rollout.sessions.dialogue import Limits
+from tests.unit.rollout.agents.http_client import Refusal
+from tests.unit.rollout.agents.served import TOKENS, Served, run, speaker, user
+from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
+
+MOST = 100
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, longest = TOKENS.encode_plain, MOST * TOKENS.longest_token
+
+    def bounded(text: str) -> tuple[int, ...]:
+        assert len(text) <= longest, "a long text was tokenised"
+        return encode(text)
+
+    monkeypatch.setattr(TOKENS, "encode_plain", bounded)
+
+    async def talk(served: Served) -> None:
+        long = "a " * longest
+        for request in (served.say(user(long)), served.client.complete(long)):
+            with pytest.raises(Refusal, match="characters has more than 100 tokens") as caught:
+                await request
+            assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+        assert served.session.ended
+        assert not served.session.failure.done()
+
+    run(talk, SpeakingEngine(speaker("hello")), Limits(20, MOST))
+
+
+def test_other_requests_are_answered_while_a_text_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, begun, over, waited = TOKENS.encode_plain, threading.Event(), threading.Event(), []
+
+    def slow(text: str) -> tuple[int, ...]:
+        begun.set()
+        waited.append(over.wait(60))
+        return encode(text)
+
+    async def talk(served: Served) -> None:
+        monkeypatch.setattr(TOKENS, "encode_plain", slow)
+        asking = asyncio.ensure_future(served.say(user("?")))
+        await asyncio.to_thread(begun.wait, 60)
+        assert await served.client.models() == ["policy"]
+        over.set()
+        assert (await asking).choices[0].message.content == "hello"
+        assert all(waited)
+
+    run(talk, SpeakingEngine(speaker("hello")))
+
+
+def test_a_session_that_ends_while_its_text_is_tokenised_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, begun, over = TOKENS.encode_plain, threading.Event(), threading.Event()
+
+    def slow(text: str) -> tuple[int, ...]:
+        begun.set()
+        over.wait(60)
+        return encode(text)
+
+    engine = SpeakingEngine(speaker("hello"))
+
+    async def talk(served: Served) -> None:
+        monkeypatch.setattr(TOKENS, "encode_plain", slow)
+        asking = asyncio.ensure_future(served.say(user("?")))
+        await asyncio.to_thread(begun.wait, 60)
+        served.session.restart()
+        over.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert not served.session.tree.nodes
+        assert not served.session.counts["requests"]
+
+    run(talk, engine)
+
+
+async def strangers(served: Served, number: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connections that send the beginning of a request, and no more."""
+    address = urlsplit(served.address.base_url)
+    opened = [await asyncio.open_connection(address.hostname, address.port) for _ in range(number)]
+    for _, writer in opened[::2]:
+        writer.write(b"POST /sessions/x/v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+    return opened
+
+
+async def ends(opened: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
+    for reader, writer in opened:
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 60) == b""
+        writer.close()
+
+
+def test_a_connection_that_shows_no_key_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "SILENT_S", 0.3)
+
+    async def talk(served: Served) -> None:
+        await served.client.models()
+        kept = set(served.server._runner.server.connections)
+        await ends(await strangers(served, 6))
+        assert kept <= set(served.server._runner.server.connections)
+        assert not served.server._strangers
+
+    run(talk, SpeakingEngine(speaker("hello")))
+
+
+def test_many_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_server, "MAX_STRANGERS", 4)
+
+    async def talk(served: Served) -> None:
+        opened = await strangers(served, 40)
+        assert await served.client.models() == ["policy"]
+        await ends(opened[:30])
+        assert len(served.server._strangers) <= 4
+        for _, writer in opened[30:]:
+            writer.close()
+
+    run(talk, SpeakingEngine(speaker("hello")))
