@@ -2,6 +2,8 @@
 
 VENV ?= .venv
 DOCS_VENV ?= $(VENV)-docs
+# Beside ours and named after it: that is where runs look for vLLM.
+VLLM_VENV := $(VENV)-vllm
 SEEDS ?= 0
 BACKEND ?= megatron
 PYTEST_ARGS ?=
@@ -23,8 +25,10 @@ NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 # Every process would compile all that it imports again, because the packages are installed without bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
+VLLM_WORKER := $(wildcard packages/vllm_worker/*.* packages/vllm_worker/*/*.py)
+START := runs/quickstart-start/warmup.json
 
-.PHONY: help install .venv quickstart quickstart-controls collapse test test-unit test-fast test-mutants test-all lint types docs clean
+.PHONY: help install .venv vllm-env quickstart quickstart-controls collapse test test-unit test-fast test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,6 +49,18 @@ $(STAMP): requirements/cpu.txt requirements/install.py pyproject.toml $(SUPPORT)
 	@$(PIP) --no-deps --no-build-isolation packages/sglang_cpu
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
+
+vllm-env: $(VLLM_VENV)/installed $(START) ## the other rollout engine in an environment of its own (3 GB), and the start of configs/vllm.yaml
+
+$(VLLM_VENV)/installed: requirements/vllm.txt requirements/install.py $(VLLM_WORKER)
+	@echo "installing vLLM into $(VLLM_VENV) (about 3 GB, a few minutes)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python requirements/install.py requirements/vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation packages/vllm_worker
+	@touch $@
+
+$(START): | $(STAMP)
+	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart.warmup --out $(dir $@)
 
 quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing (SEEDS="0 1 2" for more runs, BACKEND=deepspeed for the other learner)
 	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS)
@@ -87,5 +103,5 @@ $(DOCS_VENV)/installed: requirements/docs.txt
 	@touch $@
 
 clean: ## remove the virtual environment, caches and build outputs; runs and checkpoints stay
-	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ OUTSIDE = {
     "examples/terminal/README.md": "examples/terminal.md",
     "examples/distillation/README.md": "examples/distillation.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
+    "packages/vllm_worker/README.md": "packages/vllm_worker.md",
 }
 """Pages by their path in the repository, and where the site has them."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^):]+)\)")

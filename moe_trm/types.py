@@ -108,7 +108,7 @@ class RolloutRecord:
         rollout_logprobs: `[S]` float32, log-prob of each sampled token under the distribution it was drawn from: over
             the kept support when a sampling mask was recorded, over the whole vocabulary otherwise.
         full_logprobs: `[S]` float32, the same over the whole vocabulary at the sampling temperature. The difference is
-            the log kept mass.
+            the log kept mass. NaN where the engine does not tell it.
         versions: `[S]` int32, the weight version that sampled each token.
         routes: expert ids of the `T - 1` forwarded tokens, or None when routes were not asked for.
         sampling_mask: kept ids of each of the `S` sampled tokens, or None when masks were not asked for.

@@ -34,6 +34,7 @@ GROUPS = {
     "integration/test_published_models.py": "tests/integration/test_replay_layouts.py",
     "integration/test_plan_memory.py": "tests/integration/test_replay_layouts.py",
     # Tests of a server itself.
+    "integration/engine_contract/": "tiny server",
     "integration/test_rollout_server.py": "tiny server",
     "integration/test_intake_server.py": "tiny server",
     "integration/test_interrupted_samples.py": "tiny server",

@@ -61,12 +61,23 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             packages=("sglang==0.5.23",),
             rules="moe_trm.rollout.sglang.server_flags:refusals",
         ),
+        "vllm": EngineTraits(
+            has_servers=True,
+            lends_memory=False,
+            awaits_weights=True,
+            rules="moe_trm.rollout.vllm.rules:refusals",
+        ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }
 )
 """The engines of this repository. `moe_trm.rollout.build` makes them."""
 
-SERVER_BACKENDS: Mapping[str, str] = MappingProxyType({DEFAULT: "moe_trm.rollout.sglang.backend:SglangBackend"})
+SERVER_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {
+        DEFAULT: "moe_trm.rollout.sglang.backend:SglangBackend",
+        "vllm": "moe_trm.rollout.vllm.backend:VllmBackend",
+    }
+)
 """The `ServerBackend` of each that has servers; one of the user's own is named as itself."""
 
 NAMED_PARSERS = "moe_trm.rollout.sglang.agent_parsers"

@@ -6,6 +6,7 @@ Latent attention, a sigmoid router with a selection bias and expert groups, shar
 from moe_trm.models.family import (
     NORMS,
     SIGMOID_REQUIRED,
+    Attention,
     Family,
     HfConfig,
     Link,
@@ -18,14 +19,15 @@ LATENT_EPSILON = 1e-6
 """Of the norms of latents in transformers, whatever `rms_norm_eps` is."""
 
 
-def _attention(hf: HfConfig) -> dict[str, Link]:
+def _attention(hf: HfConfig, _layer: int) -> Attention:
     names = {"linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}
     names |= {"kv_layernorm": "kv_a_layernorm"}
     if hf.get("q_lora_rank"):
         names |= {"linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj", "q_layernorm": "q_a_layernorm"}
     else:
         names |= {"linear_q_proj": "q_proj"}
-    return NORMS | {f"self_attention.{ours}.weight": Link((f"self_attn.{hf}.weight",)) for ours, hf in names.items()}
+    links = {f"self_attention.{ours}.weight": Link((f"self_attn.{hf}.weight",)) for ours, hf in names.items()}
+    return Attention("latent", NORMS | links)
 
 
 def _megatron(hf: HfConfig) -> dict[str, object]:

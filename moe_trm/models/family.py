@@ -10,8 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moe_trm.models.hf_config import moe_layers
+
 Packing = Literal["copy", "qkv", "gated", "transposed", "alternating"]
 HfConfig = Mapping[str, Any]
+AttentionKind = Literal["full", "sliding", "latent", "gated delta"]
+FeedForwardKind = Literal["dense", "experts"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,39 @@ PROJECTIONS = expert_matrices(*(f"mlp.experts.{{}}.{x}_proj.weight" for x in ("g
 
 
 @dataclass(frozen=True)
+class Attention:
+    """One layer's attention: its kind, and its tensors with the two norms of the layer."""
+
+    kind: AttentionKind
+    tensors: Mapping[str, Link]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer.
+
+    Attributes:
+        attention: its kind.
+        feed_forward: its kind.
+        tensors: all but those of routed experts.
+        expert: tensors of one routed expert from its number, by Megatron's names inside the expert; none of a dense
+            layer.
+    """
+
+    attention: AttentionKind
+    feed_forward: FeedForwardKind
+    tensors: Mapping[str, Link]
+    expert: Callable[[int], Mapping[str, Link]]
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture of transformers.
 
     Attributes:
         name: as people write it in a file name.
         architecture: in config.json.
-        attention: layer tensors outside the feed-forward part, from config.json.
+        attention: of a layer, from config.json and its 0-based number.
         router: `mlp.router.*` of Megatron and shared experts, from config.json; empty for dense families.
         expert: tensors of one routed expert from its number, by Megatron's names inside the expert.
         megatron: keywords for Megatron's configuration that other families have not, from config.json.
@@ -74,7 +104,7 @@ class Family:
 
     name: str
     architecture: str
-    attention: Callable[[HfConfig], Mapping[str, Link]]
+    attention: Callable[[HfConfig, int], Attention]
     router: Callable[[HfConfig], Mapping[str, Link]] = lambda _hf: {}
     expert: Callable[[int], Mapping[str, Link]] = PROJECTIONS
     megatron: Callable[[HfConfig], dict[str, Any]] = lambda _hf: {}
@@ -85,6 +115,17 @@ class Family:
     expert_biases: bool = False
     sinks: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    def layer(self, hf: HfConfig, index: int) -> Layer:
+        """Decoder layer `index`, counted from 0, of the model that config.json describes."""
+        attention = self.attention(hf, index)
+        if index in moe_layers(hf):
+            return Layer(attention.kind, "experts", {**attention.tensors, **self.router(hf)}, self.expert)
+        return Layer(attention.kind, "dense", {**attention.tensors, **DENSE}, lambda _number: {})
+
+    def attention_kinds(self, hf: HfConfig) -> frozenset[AttentionKind]:
+        """The kinds of attention that the layers of this model have."""
+        return frozenset(self.attention(hf, index).kind for index in range(int(hf["num_hidden_layers"])))
 
 
 NORMS = {

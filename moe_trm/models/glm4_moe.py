@@ -5,17 +5,18 @@ A sigmoid router with a selection bias, shared experts, dense first layers, rota
 
 from moe_trm.models.family import (
     SIGMOID_REQUIRED,
+    Attention,
     Family,
     HfConfig,
-    Link,
     heads_attention,
     sigmoid_router,
     sigmoid_tensors,
 )
 
 
-def _attention(hf: HfConfig) -> dict[str, Link]:
-    return heads_attention(qk_norm=bool(hf.get("use_qk_norm", False)), qkv_bias=bool(hf.get("attention_bias", False)))
+def _attention(hf: HfConfig, _layer: int) -> Attention:
+    norm, bias = bool(hf.get("use_qk_norm", False)), bool(hf.get("attention_bias", False))
+    return Attention("full", heads_attention(qk_norm=norm, qkv_bias=bias))
 
 
 def _megatron(hf: HfConfig) -> dict[str, object]:

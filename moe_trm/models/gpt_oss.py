@@ -7,15 +7,23 @@ gate and up columns.
 
 from typing import Any
 
-from moe_trm.models.family import Family, HfConfig, Link, Required, heads_attention
+from moe_trm.models.family import Attention, AttentionKind, Family, HfConfig, Link, Required, heads_attention
 
 
-def _attention(_hf: HfConfig) -> dict[str, Link]:
-    return {
+def _attention(hf: HfConfig, layer: int) -> Attention:
+    found = {
         **heads_attention(qk_norm=False, qkv_bias=True),
         "self_attention.linear_proj.bias": Link(("self_attn.o_proj.bias",)),
         "self_attention.core_attention.softmax_offset": Link(("self_attn.sinks",)),
     }
+    return Attention(_kind(hf, layer), found)
+
+
+def _kind(hf: HfConfig, layer: int) -> AttentionKind:
+    # Without this list, transformers alternates layers with and without a window, the first with one.
+    kinds = hf.get("layer_types")
+    is_sliding = kinds[layer] == "sliding_attention" if kinds else layer % 2 == 0
+    return "sliding" if is_sliding else "full"
 
 
 def _expert(number: int) -> dict[str, Link]:
@@ -29,16 +37,12 @@ def _expert(number: int) -> dict[str, Link]:
 
 def _megatron(hf: HfConfig) -> dict[str, Any]:
     alpha, window = float(hf.get("swiglu_alpha", 1.702)), hf.get("sliding_window", 128)
-    # Without this list, transformers alternates layers with and without a window, the first with one.
-    kinds = hf.get("layer_types") or [
-        ("sliding_attention", "full_attention")[layer % 2] for layer in range(int(hf["num_hidden_layers"]))
-    ]
     return {
         "add_bias_linear": True,
         "softmax_type": "learnable",
         # Megatron counts the columns before a token, transformers the token too.
         "window_size": None if window is None else (int(window) - 1, 0),
-        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+        "window_attn_skip_freq": [int(_kind(hf, layer) == "sliding") for layer in range(int(hf["num_hidden_layers"]))],
         "activation_func": lambda gate: gate * (alpha * gate).sigmoid(),
         "activation_func_clamp_value": float(hf.get("swiglu_limit", 7.0)),
         "glu_linear_offset": 1.0,

@@ -1,11 +1,11 @@
 """Mixtral: no query and key norms, gate weights are always normalised, and tensors have other names."""
 
-from moe_trm.models.family import Family, Link, Required, expert_matrices, heads_attention
+from moe_trm.models.family import Attention, Family, Link, Required, expert_matrices, heads_attention
 
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    lambda _hf: heads_attention(qk_norm=False),
+    lambda _hf, _layer: Attention("full", heads_attention(qk_norm=False)),
     router=lambda _hf: {"mlp.router.weight": Link(("block_sparse_moe.gate.weight",))},
     expert=expert_matrices(
         "block_sparse_moe.experts.{}.w1.weight",

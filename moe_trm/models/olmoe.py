@@ -1,11 +1,11 @@
 """OLMoE: one norm over the queries of all heads and one over all keys; softmax router without normalisation."""
 
-from moe_trm.models.family import GATE, Family, Required, heads_attention
+from moe_trm.models.family import GATE, Attention, Family, Required, heads_attention
 
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
-    lambda _hf: heads_attention(qk_norm=True),
+    lambda _hf, _layer: Attention("full", heads_attention(qk_norm=True)),
     router=lambda _hf: GATE,
     megatron=lambda hf: {"qk_layernorm": True, "moe_router_pre_softmax": not hf.get("norm_topk_prob", False)},
     required={

@@ -1,6 +1,6 @@
 """Qwen3 and Qwen3-MoE: norms of queries and keys by head; softmax router."""
 
-from moe_trm.models.family import GATE, Family, HfConfig, Link, Required, heads_attention
+from moe_trm.models.family import GATE, Attention, Family, HfConfig, Link, Required, heads_attention
 
 REQUIRED = {
     "hidden_act": Required("silu", "another activation"),
@@ -9,12 +9,12 @@ REQUIRED = {
 }
 
 
-def _attention(hf: HfConfig) -> dict[str, Link]:
+def _attention(hf: HfConfig, _layer: int) -> Attention:
     if not hf.get("attention_bias", False):
-        return heads_attention(qk_norm=True)
+        return Attention("full", heads_attention(qk_norm=True))
     # Only DeepSpeed trains these (`REQUIRED` is for Megatron).
     out = {"self_attention.linear_proj.bias": Link(("self_attn.o_proj.bias",))}
-    return heads_attention(qk_norm=True, qkv_bias=True) | out
+    return Attention("full", heads_attention(qk_norm=True, qkv_bias=True) | out)
 
 
 def _megatron(hf: HfConfig) -> dict[str, object]:

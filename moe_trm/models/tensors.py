@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moe_trm.models.family import DENSE, Family, HfConfig, Link
-from moe_trm.models.hf_config import moe_layers, num_experts
+from moe_trm.models.family import Family, HfConfig, Link
+from moe_trm.models.hf_config import num_experts
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 TOP = {
@@ -26,19 +26,18 @@ def parameters(family: Family, hf: HfConfig) -> Iterator[tuple[str, Link]]:
 
     Layers and experts are counted over all ranks.
     """
-    tied, moe = bool(hf.get("tie_word_embeddings")), frozenset(moe_layers(hf))
+    tied = bool(hf.get("tie_word_embeddings"))
     yield from ((name, Link((hf_name,))) for name, hf_name in TOP.items() if not (tied and hf_name == OUTPUT))
-    attention, router = family.attention(hf), family.router(hf)
-    experts = {
-        f"mlp.experts.local_experts.{expert}.{name}": link
-        for expert in range(num_experts(hf))
-        for name, link in family.expert(expert).items()
-    }
-    for layer in range(int(hf["num_hidden_layers"])):
-        links = {**attention, **router, **experts} if layer in moe else {**attention, **DENSE}
-        for name, link in links.items():
-            hf_names = tuple(f"model.layers.{layer}.{hf_name}" for hf_name in link.hf_names)
-            yield f"decoder.layers.{layer}.{name}", replace(link, hf_names=hf_names)
+    for number in range(int(hf["num_hidden_layers"])):
+        layer = family.layer(hf, number)
+        experts = {
+            f"mlp.experts.local_experts.{expert}.{name}": link
+            for expert in range(num_experts(hf))
+            for name, link in layer.expert(expert).items()
+        }
+        for name, link in {**layer.tensors, **experts}.items():
+            hf_names = tuple(f"model.layers.{number}.{hf_name}" for hf_name in link.hf_names)
+            yield f"decoder.layers.{number}.{name}", replace(link, hf_names=hf_names)
 
 
 def tensor_names(family: Family, hf: HfConfig) -> frozenset[str]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_trm.errors import CheckpointError
-from moe_trm.models.family import DENSE, Family, HfConfig, Link
-from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
+from moe_trm.models.family import Family, HfConfig, Layer, Link
+from moe_trm.models.hf_config import expert_width, num_experts
 from moe_trm.models.registry import family_of
 
 Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
@@ -139,10 +139,10 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
     """
     family = family_of(hf, where)
     try:
-        hidden, moe = int(hf["hidden_size"]), frozenset(moe_layers(hf))
+        hidden = int(hf["hidden_size"])
         vocabulary = int(hf["vocab_size"]) * hidden
-        kinds = {is_moe: layer_parts(family, hf, is_moe=is_moe) for is_moe in (False, True) if not is_moe or moe}
-        layers = tuple(kinds[number in moe] for number in range(int(hf["num_hidden_layers"])))
+        numbers = range(int(hf["num_hidden_layers"]))
+        layers = tuple(layer_parts(family.layer(hf, number), family, hf) for number in numbers)
     except KeyError as error:
         raise CheckpointError(
             "config.json lacks a size",
@@ -151,6 +151,7 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
             expected=str(error.args[0]),
             fix="Use the config.json of the published checkpoint.",
         ) from error
+    # Each is a decoder layer like the last one, with the norms and the matrix that join it to the model.
     prediction = int(hf.get("num_nextn_predict_layers") or 0)
     joint = Part("dense", "whole", 2 * hidden * hidden, 2 * hidden * hidden)
     norms = Part("norms", "whole", 3 * hidden, 3 * hidden)
@@ -160,18 +161,17 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
         output=Part("output", "tensor", vocabulary, vocabulary),
         final_norm=Part("norms", "whole", hidden, hidden),
         tied=bool(hf.get("tie_word_embeddings")),
-        prediction=(joint, norms, *kinds[bool(moe)]) * prediction,
+        prediction=(joint, norms, *layers[-1]) * prediction,
     )
 
 
-def layer_parts(family: Family, hf: HfConfig, *, is_moe: bool) -> tuple[Part, ...]:
+def layer_parts(layer: Layer, family: Family, hf: HfConfig) -> tuple[Part, ...]:
     """The parts of one decoder layer. The tensors are those that the family names."""
-    found = [part_of(name, elements_of(name, family, hf)) for name in _names(family.attention(hf))]
-    if not is_moe:
-        return (*found, *(part_of(name, elements_of(name, family, hf)) for name in _names(DENSE)))
+    found = tuple(part_of(name, elements_of(name, family, hf)) for name in _names(layer.tensors))
+    if layer.feed_forward == "dense":
+        return found
     experts, top_k = num_experts(hf), int(hf["num_experts_per_tok"])
-    found += [part_of(name, elements_of(name, family, hf)) for name in _names(family.router(hf))]
-    one = sum(elements_of(name, family, hf) for name in _names(family.expert(0)))
+    one = sum(elements_of(name, family, hf) for name in _names(layer.expert(0)))
     return (*found, Part("experts", "expert", experts * one, top_k * one))
 
 

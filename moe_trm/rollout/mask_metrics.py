@@ -20,7 +20,7 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     | metric | meaning |
     |---|---|
     | `size_mean`, `size_median`, `size_p99`, `size_max`, `singleton_fraction` | of the sizes of the kept sets |
-    | `kept_mass_mean` | the rollout engine's own probability of the kept sets |
+    | `kept_mass_mean` | the rollout engine's own probability of the kept sets, where it tells that |
     | `violations` | repaired sampled tokens outside their set; rejected ones: `records/rejected/mask_violation` |
     | `top_k` | in force |
     | `id_bytes_per_token`, `bytes_per_token` | encoded, without and with log-probs; of the first answers |
@@ -51,9 +51,13 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
         "sampling_mask/size_p99": p99,
         "sampling_mask/size_max": float(sizes.max()),
         "sampling_mask/singleton_fraction": float((kept_sizes == 1).mean()),
-        "sampling_mask/kept_mass_mean": float(np.exp(np.minimum(log_mass, 0.0)).mean()),
         "sampling_mask/violations": float(mask.violations),
         "sampling_mask/top_k": float(params.top_k),
         "sampling_mask/id_bytes_per_token": bare / measured.num_rows,
         "sampling_mask/bytes_per_token": whole / measured.num_rows,
+        **({} if np.isnan(log_mass).any() else {"sampling_mask/kept_mass_mean": _mean_mass(log_mass)}),
     }
+
+
+def _mean_mass(log_mass: np.ndarray) -> float:
+    return float(np.exp(np.minimum(log_mass, 0.0)).mean())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.job import run_job
+from tests.integration.engine_contract.conftest import skip_without
 from tests.integration.jobs import metrics_of
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -32,6 +33,7 @@ def test_two_steps(config: Path, brief_checkpoint: Path, tmp_path: Path) -> None
         "".join(json.dumps({"prompt": f"{a}+2=", "answer": f"#### {a + 2}"}) + "\n" for a in range(1, 8))
     )
     text = config.read_text(encoding="utf-8")
+    skip_without("vllm" if "engine: vllm" in text else "")
     files = [f"task.prompts={prompts}"] if "prompts: " in text else []
     files += [f"task.eval_prompts={prompts}"] if "eval_prompts: " in text else []
     files += ["task.max_digits=1"] if "name: arithmetic" in text else []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 
 from moe_trm.rollout.agents import server as agent_server
@@ -123,3 +125,41 @@ def test_many_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch
             writer.close()
 
     run(talk, SpeakingEngine(speaker("hello")))
+
+
+def test_what_cannot_be_read_is_refused_as_such() -> None:
+    """It is the client's fault, and no fault of the policy's server."""
+    deep = '{"a":' * 1500 + "1" + "}" * 1500
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": deep}}]
+    asked = {"messages": [user("?"), {"role": "assistant", "content": "", "tool_calls": calls}, user("?")]}
+
+    async def talk(served: Served) -> None:
+        headers = {"Authorization": f"Bearer {served.address.api_key}", "Content-Type": "application/json"}
+        url = f"{served.address.base_url}/chat/completions"
+        for body, encoding in ((json.dumps(asked), None), ("no gzip", "gzip"), ("no zlib", "deflate")):
+            more = {"Content-Encoding": encoding} if encoding else {}
+            async with (
+                aiohttp.ClientSession(headers=headers | more) as client,
+                client.post(url, data=body) as response,
+            ):
+                assert response.status == 400
+        assert not served.session.failure.done()
+
+    run(talk, SpeakingEngine(speaker("hello")))
+
+
+def test_malformed_requests_do_not_fill_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent_server, "MOST_TOLD", agent_server._http_log.filters[0].told + 2)  # type: ignore[union-attr]
+
+    async def talk(served: Served) -> None:
+        for _ in range(6):
+            [(reader, writer)] = await strangers(served, 1)
+            writer.write(b"\x00 nonsense\r\n\r\n" * 3)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+
+    run(talk, SpeakingEngine(speaker("hello")))
+    assert len([record for record in caplog.records if record.name == agent_server._http_log.name]) <= 2

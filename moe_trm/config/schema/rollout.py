@@ -13,7 +13,7 @@ from moe_trm.runtime.addresses import in_the_clear
 
 
 class ServerConfig(Section):
-    """The SGLang server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
+    """The server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
 
     host: str = "127.0.0.1"
     """Address to bind to. Anything but loopback needs `rollout.trusted_network`."""
@@ -58,14 +58,15 @@ class ServerConfig(Section):
     brings the real ones. What goes on computing with the weights of the start is found at that push
     (`sync.prove_every`), and the checkpoint is read once less. `moe-trm doctor` starts its server so."""
     extra_args: tuple[str, ...] = ()
-    """Further `sglang.launch_server` arguments, as typed on its command line."""
+    """Further arguments of the engine's server, as typed on its command line."""
 
 
 class RolloutConfig(Section):
     """The rollout engine and its sampling."""
 
     engine: str = DEFAULT
-    """`sglang`: real servers. `bundle`: recorded responses, so that a run can be repeated bit for bit.
+    """`sglang`, `vllm`: real servers (docs/engines.md). `bundle`: recorded responses, so that a run can be repeated bit
+    for bit.
     `package.module:Engine` or `path/to/file.py:Engine`: an engine of your own (docs/pipeline.md)."""
     url: str | None = None
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
-from moe_trm.models.family import DENSE, Link, Packing
+from moe_trm.models.family import Layer, Link, Packing
 from moe_trm.models.registry import family_of
 from moe_trm.models.tensors import TOP
 
@@ -84,7 +84,8 @@ class Names:
 
     def __init__(self, hf: Mapping[str, Any], where: str = "config.json") -> None:
         self._family = family_of(hf, where)
-        self._in_layer = {**self._family.attention(hf), **DENSE, **self._family.router(hf)}
+        self._hf = hf
+        self._layers: dict[int, Layer] = {}
 
     def link(self, name: str) -> Link:
         """The HF tensors of the Megatron parameter `name`, whose layer and expert numbers are global.
@@ -95,8 +96,9 @@ class Names:
         if name in TOP:
             return Link((TOP[name],))
         if in_layer := _LAYER.fullmatch(name):
-            prefix, rest = f"model.layers.{in_layer[1]}.", in_layer[2]
-            found = self._expert(rest) or self._in_layer.get(rest)
+            prefix, layer, rest = f"model.layers.{in_layer[1]}.", self._layer(int(in_layer[1])), in_layer[2]
+            expert = _EXPERT.fullmatch(rest)
+            found = layer.tensors.get(rest) if expert is None else layer.expert(int(expert[1])).get(expert[2])
             if found is not None:
                 return replace(found, hf_names=tuple(prefix + hf_name for hf_name in found.hf_names))
         raise CheckpointError(
@@ -107,9 +109,10 @@ class Names:
             fix="Report this together with config.json.",
         )
 
-    def _expert(self, rest: str) -> Link | None:
-        expert = _EXPERT.fullmatch(rest)
-        return None if expert is None else self._family.expert(int(expert[1])).get(expert[2])
+    def _layer(self, number: int) -> Layer:
+        if number not in self._layers:
+            self._layers[number] = self._family.layer(self._hf, number)
+        return self._layers[number]
 
 
 def is_gated(name: str) -> bool:

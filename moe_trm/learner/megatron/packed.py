@@ -57,13 +57,13 @@ def check_packed(layers: Layers, hf_config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Megatron's local layers on CUDA, or an unusual attention in Transformer Engine's.
     """
-    options = family_of(hf_config, "config.json").megatron(hf_config)
+    family = family_of(hf_config, "config.json")
     reason = ""
     if layers == "local":
         reason = "Megatron's layers without Transformer Engine have no attention that keeps packed sequences apart"
-    elif layers == "transformer_engine" and options.get("multi_latent_attention"):
+    elif layers == "transformer_engine" and "latent" in family.attention_kinds(hf_config):
         reason = "latent attention over packs has not been proved with Transformer Engine"
-    elif layers == "transformer_engine" and options.get("softmax_type", "vanilla") != "vanilla":
+    elif layers == "transformer_engine" and family.sinks:
         reason = "attention with sinks over packs has not been proved with Transformer Engine"
     if reason:
         raise ConfigError(

@@ -22,7 +22,24 @@ from moe_trm.rollout.agents.live_session import LiveSession, beside
 from moe_trm.rollout.agents.request import RequestOptions, read_chat, read_completion
 from moe_trm.rollout.agents.tree import Node
 
+MOST_TOLD = 100
+"""Failed and malformed requests that are logged: a stranger must not fill the disk."""
+
+
+class _Few(logging.Filter):
+    """Lets the first `MOST_TOLD` messages through."""
+
+    told = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.told += 1
+        return self.told <= MOST_TOLD
+
+
 log = logging.getLogger(__name__)
+log.addFilter(_Few())
+_http_log = logging.getLogger(f"{__name__}.http")
+_http_log.addFilter(_Few())
 
 OVERRIDDEN = "x-moe-trm-overridden"
 """Header of an answer: fields of its request that the run overrode."""
@@ -69,7 +86,9 @@ class AgentServer:
         app.router.add_post(f"{path}/completions", self._for(self._completion))
         app.router.add_get(f"{path}/models", self._for(self._models))
         # A client that hangs up ends its request.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_http_log, handler_cancellation=True, shutdown_timeout=1.0
+        )
         await self._runner.setup()
         try:
             self._listening = await asyncio.get_running_loop().create_server(
@@ -131,6 +150,9 @@ class AgentServer:
             except (ApiError, web.HTTPException):
                 session.refuse()
                 raise
+            except (web.RequestPayloadError, RecursionError) as error:
+                session.refuse()
+                raise ApiError(400, f"the body cannot be read: {type(error).__name__}") from error
             except Exception as error:
                 session.refuse()
                 log.exception("a request of an agent failed")

@@ -355,6 +355,7 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
         while True:
+            newest = self._version
             try:
                 if await server.generates(patient(HEALTH_S)):
                     await self._prove(server)
@@ -363,8 +364,11 @@ class Fleet:
                 self._leave_out(server, error)
                 return
             except SyncError as error:
-                self._give_up(error)
-                return
+                # A slow server may come too late: files of a push are deleted when there are two newer ones.
+                if newest == self._version:
+                    self._give_up(error)
+                    return
+                log.info("rollout server %s is given newer weights: %s", server.http.url, error.what)
             except EngineError as error:
                 log.info("rollout server %s: %s", server.http.url, error.what)
             if clock() > deadline and all(other.fenced for other in self.servers):

@@ -215,19 +215,33 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_pa
         log_path: where the copy goes.
         secret: the key.
     """
+    lost = 0
+
+    def write(data: bytes) -> None:
+        """What a full disk does not take is left out, and said once there is room: the copy must go on."""
+        nonlocal lost
+        data = data.replace(secret, b"***")
+        note = b"[%d bytes are missing here: this log could not be written]\n" % lost if lost else b""
+        try:
+            log.write(note + data)
+        except OSError:
+            lost += len(data)
+        else:
+            lost = 0
+
     with source, log_path.open("ab", buffering=0) as log:
         begun, over = b"", False
         while not over:
             over = process.poll() is not None  # looked at before the last copy, which so misses nothing
             while data := source.read(COPIED_BYTES):
                 lines, newline, begun = (begun + data).rpartition(b"\n")
-                log.write((lines + newline).replace(secret, b"***"))
+                write(lines + newline)
             if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(written).st_size:
                 os.truncate(written, 0)
                 source.seek(0)
             if not over:
                 time.sleep(POLL_S)
-        log.write(begun.replace(secret, b"***"))
+        write(begun)
     os.close(written)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import EngineError
+from moe_trm.errors import EngineError, MoeTrmError
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.runtime.activity import Activity, activity_of
 from moe_trm.runtime.patience import patient
@@ -160,5 +160,5 @@ class Watchdog:
         self._server.stop(grace_s=0.0)
         try:
             self._server = start_server(self._config, self._log_path, self._api_key, cancelled=self._ending)
-        except EngineError as error:
+        except (MoeTrmError, OSError) as error:  # this thread must go on: nobody else looks after the server
             log.warning("the rollout server did not come back: %s", error)

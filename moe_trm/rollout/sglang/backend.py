@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineLost, refuse_together
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
+from moe_trm.rollout.servers.backend import Requirements, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
@@ -26,6 +25,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
     alive_path = "/model_info"
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
     labels_runs = True
+    launch = staticmethod(launched)
 
     def check(self, config: Config) -> None:
         """See `check_quantised`, `check_layers` and `check_epsilons`."""
@@ -39,10 +39,6 @@ class SglangBackend(SglangAnswers, ServerBackend):
     def remark(self, checkpoint: Path) -> str:
         """See `remark_on_epsilons`."""
         return remark_on_epsilons(read_hf_config(checkpoint))
-
-    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
-        """`python -m sglang.launch_server`."""
-        return launched(config, port, api_key, folder)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
         """`weight_version`; `default` of a server that was given none."""

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids
 from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -30,9 +31,6 @@ from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import SampledTurn
 from routing import RouteError, RouteRecord
 from routing.sglang import PAYLOAD_DTYPE, decode_payload
-
-POSITIVE_TOLERANCE = 1e-5
-"""Log-probs above this are wrong; below, it is the rounding of a probability of one."""
 
 QUOTATION_MARK = ord('"')
 
@@ -157,20 +155,7 @@ def _output_ids(answer: Answer, context_length: int, model: ServedModel) -> np.n
             got=answer.meta_info.prompt_tokens,
             expected=context_length,
         )
-    if not answer.output_ids:
-        raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 token")
-    output_S = np.array(answer.output_ids, np.int32)
-    # As an unsigned number, a negative id is above all others.
-    if np.maximum.reduce(output_S.view(np.uint32)) >= model.vocab_size:
-        position = int(((output_S < 0) | (output_S >= model.vocab_size)).argmax())
-        raise RecordRejected(
-            "token_range",
-            "sampled token outside the vocabulary",
-            where=f"position {position}",
-            got=int(output_S[position]),
-            expected=f"0..{model.vocab_size - 1}",
-        )
-    return output_S
+    return sampled_ids(answer.output_ids, model.vocab_size)
 
 
 def _full_logprobs(answer: Answer) -> np.ndarray:
@@ -189,24 +174,7 @@ def _full_logprobs(answer: Answer) -> np.ndarray:
             got=ids[position],
             expected=output_ids[position],
         )
-    return _logprobs([value for value, _, _ in entries], "logprob_value")
-
-
-def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
-    """As float32. Values out of range, which become infinite, are refused as null is."""
-    with np.errstate(over="ignore"):
-        array = np.array(values, np.float64).astype(np.float32)
-    wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
-    if wrong.any():
-        position = int(wrong.argmax())
-        raise RecordRejected(
-            reason,
-            "not a log-prob",
-            where=f"position {position}",
-            got=values[position],
-            expected="a finite number, at most 0",
-        )
-    return array
+    return checked_logprobs([value for value, _, _ in entries], "logprob_value")
 
 
 def _version_spans(meta: MetaInfo, num_sampled: int, run: str) -> list[tuple[int, int]]:
@@ -275,10 +243,10 @@ def _sampling_mask(
             "mask_shape", "kept ids and their log-probs differ in number", got=logprob_sizes, expected=sizes
         )
     ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=sum(sizes))
-    logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
+    logprobs_M = checked_logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
     mask = SamplingMask(ids_M, np.cumsum([0, *sizes], dtype=np.int64), logprobs_M).ascending()
     mask = _checked_mask(meta, mask, output_S, full_S, vocab_size, violation)
-    return mask, _sampled_logprobs(mask, output_S, full_S)
+    return mask, over_support(mask, output_S, full_S)
 
 
 def _checked_mask(
@@ -325,18 +293,6 @@ def _log_mass(meta: MetaInfo, mask: SamplingMask, wrong_S: np.ndarray) -> np.nda
             )
         log_mass[place] = top[0][0] - mask.logprobs[row][same][0]
     return log_mass
-
-
-def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:
-    """`[S]` log-prob of each sampled token over its kept support, which holds it exactly once.
-
-    Log-probs of dropped tokens are over the vocabulary.
-    """
-    assert mask.logprobs is not None
-    sizes = np.diff(mask.offsets)
-    sampled = full_S.copy()
-    sampled[sizes > 0] = mask.logprobs[mask.ids == np.repeat(output_S, sizes)]
-    return sampled
 
 
 def _routes(answer: Answer, context: Sequence[int], model: ServedModel, start: int) -> RouteRecord:

@@ -41,7 +41,7 @@ QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "num_
 
 
 def link(name: str) -> Link:
-    return Names(QWEN3).link(name)
+    return Names({**QWEN3, "num_hidden_layers": 13}).link(name)
 
 
 def test_qkv_rows_are_interleaved_by_group() -> None:

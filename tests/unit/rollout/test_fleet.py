@@ -366,6 +366,32 @@ async def test_a_server_that_comes_back_with_other_weights_is_left_out_and_the_l
 
 
 @in_loop
+async def test_a_server_that_comes_back_too_late_for_its_push_is_given_the_next_one() -> None:
+    """Its files are deleted meanwhile, which is no fault of the weights. Another server samples all the time."""
+    async with running(2) as (fleet, fakes, newest):
+        load, begun, deleted = fleet._load, asyncio.Event(), asyncio.Event()
+
+        async def slow(server: RemoteServer) -> None:
+            if server.http.url == fakes[0].url and not deleted.is_set():
+                begun.set()
+                await deleted.wait()
+                raise SyncError("the engine did not load the push")
+            await load(server)
+
+        fleet._load = slow
+        fakes[0].label = "default"
+        await fleet.fence_restarted()
+        await begun.wait()
+        newest["version"] = 2
+        await fleet.update(2)
+        assert await fleet.ask({}) == b"b 2"
+        deleted.set()
+        while fleet.metrics()["rollout/servers"] < 2:
+            await asyncio.sleep(0.02)
+        assert fakes[0].label == "2"
+
+
+@in_loop
 async def test_a_push_waits_for_what_runs_or_ends_it() -> None:
     for interrupt in (False, True):
         async with running(1, interrupt=interrupt) as (fleet, fakes, newest):

@@ -109,3 +109,9 @@ def test_of_a_large_step_the_first_answers_are_measured_and_all_counted(monkeypa
 
 def test_without_masks_there_is_nothing() -> None:
     assert mask_metrics([replace(make_record(), sampling_mask=None)], PARAMS) == {}
+
+
+def test_a_kept_mass_that_the_engine_does_not_tell_is_left_out() -> None:
+    told = mask_metrics(records(), PARAMS)
+    untold = [replace(record, full_logprobs=np.full_like(record.full_logprobs, np.nan)) for record in records()]
+    assert told.keys() - mask_metrics(untold, PARAMS).keys() == {"sampling_mask/kept_mass_mean"}

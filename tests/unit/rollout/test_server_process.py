@@ -97,6 +97,25 @@ def test_output_that_has_been_copied_is_not_kept(
     assert set(chatter) == {"chatter " * 50_000}
 
 
+def test_a_full_disk_under_its_log_does_not_let_the_output_pile_up(
+    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "KEPT_OUTPUT_BYTES", 1000)
+    log = tmp_path / "rollout.log"
+    log.symlink_to("/dev/full")
+    server = start_server(config(tmp_path, "--chatty", "yes"), log, "secret-key")
+    try:
+        for _ in range(3):
+            urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
+        until, kept = time.monotonic() + 60, Path(f"/proc/{server.process.pid}/fd/1")
+        while kept.stat().st_size and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not kept.stat().st_size
+        assert server.log_pump.is_alive()
+    finally:
+        server.stop(grace_s=0.5)
+
+
 def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_path: Path, pids_file: Path) -> None:
     log = tmp_path / "rollout.log"
     server = start_server(config(tmp_path), log, "secret-key")

@@ -8,12 +8,14 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers import watchdog as watchdog_module
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.servers.watchdog import Watchdog
 from tests.unit.rollout.test_server_process import config, wait_until_dead
 
@@ -50,6 +52,24 @@ def test_a_server_that_is_lost_is_started_again_on_its_port(
         assert watchdog.restarts == 1
         assert wait_until_dead(lost)
     assert wait_until_dead([int(pid) for pid in pids_file.read_text().split()])
+
+
+def test_a_restart_that_the_machine_refuses_is_tried_again(
+    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a full disk. The thread that watches is the only one that can."""
+    with Watchdog(settings(tmp_path), tmp_path / "rollout.log", "key") as watchdog:
+        first, start, refusals = watchdog.server.process.pid, watchdog_module.start_server, [OSError("full")]
+
+        def refuses_once(*args: Any, **options: Any) -> Server:
+            if refusals:
+                raise refusals.pop()
+            return start(*args, **options)
+
+        monkeypatch.setattr(watchdog_module, "start_server", refuses_once)
+        os.killpg(first, signal.SIGKILL)
+        until(lambda: watchdog.server.process.pid != first)
+        assert watchdog.restarts == 2
 
 
 def test_after_its_last_restart_a_server_is_given_up(tmp_path: Path, pids_file: Path) -> None:

@@ -151,7 +151,8 @@ def test_noise_on_routers_is_relative_to_the_tensor_and_one_draw_for_the_run_or_
 def test_noise_reaches_the_router_of_every_family_and_nothing_else(family: str) -> None:
     known = FAMILIES[family]
     hf = {**COMMON, **known.tiny}
-    links = {**known.router(hf), **known.attention(hf), **known.expert(0)}
+    layer = known.layer(hf, int(hf["num_hidden_layers"]) - 1)
+    links = {**layer.tensors, **layer.expert(0)}
     noisy = {
         (parameter, name)
         for parameter, link in links.items()

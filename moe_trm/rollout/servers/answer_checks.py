@@ -1,0 +1,60 @@
+"""Checks of one answer that are the same for every engine. Shape letter: S sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_trm.errors import RecordRejected
+from moe_trm.sampling_mask.record import SamplingMask
+
+POSITIVE_TOLERANCE = 1e-5
+"""Log-probs above this are wrong; below, it is the rounding of a probability of one."""
+
+
+def sampled_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """`[S]` int32. Raises `RecordRejected` (`empty_output`, `token_range`)."""
+    if not ids:
+        raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 token")
+    output_S = np.array(ids, np.int32)
+    # As an unsigned number, a negative id is above all others.
+    if np.maximum.reduce(output_S.view(np.uint32)) >= vocab_size:
+        position = int(((output_S < 0) | (output_S >= vocab_size)).argmax())
+        raise RecordRejected(
+            "token_range",
+            "sampled token outside the vocabulary",
+            where=f"position {position}",
+            got=int(output_S[position]),
+            expected=f"0..{vocab_size - 1}",
+        )
+    return output_S
+
+
+def checked_logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
+    """As float32. Values out of range, which become infinite, are refused as null is."""
+    with np.errstate(over="ignore"):
+        array = np.array(values, np.float64).astype(np.float32)
+    wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
+    if wrong.any():
+        position = int(wrong.argmax())
+        raise RecordRejected(
+            reason,
+            "not a log-prob",
+            where=f"position {position}",
+            got=values[position],
+            expected="a finite number, at most 0",
+        )
+    return array
+
+
+def over_support(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:
+    """`[S]` log-prob of each sampled token over its kept support, which holds it exactly once.
+
+    Those of dropped tokens are over the vocabulary: `full_S`.
+    """
+    assert mask.logprobs is not None
+    sizes = np.diff(mask.offsets)
+    sampled = full_S.copy()
+    sampled[sizes > 0] = mask.logprobs[mask.ids == np.repeat(output_S, sizes)]
+    return sampled

@@ -1,0 +1,91 @@
+"""vLLM as an engine with servers: what the rest of the harness asks of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_trm.config.choices import wants_routes
+from moe_trm.config.engines import ENGINES
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError, ConfigError, EngineLost
+from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.quantisation import quantisation_of
+from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
+from moe_trm.rollout.servers.http import EngineHttp, parsed
+from moe_trm.rollout.servers.process import on_cpu
+from moe_trm.rollout.vllm.answers import VllmAnswers
+from moe_trm.rollout.vllm.client import WEIGHTS, VllmClient
+from moe_trm.rollout.vllm.launch import launch_command, server_environment
+from moe_trm.rollout.vllm.request import LISTED_IDS
+from moe_trm.runtime.addresses import is_loopback
+
+GRACE_S = 3.0
+"""Time in which a server on GPUs may end by itself."""
+
+
+class VllmBackend(VllmAnswers, ServerBackend):
+    """vLLM's API server with packages/vllm_worker, over HTTP."""
+
+    traits = ENGINES["vllm"]
+    answers = "moe_trm.rollout.vllm.answers:VllmAnswers"
+    labels_runs = True
+
+    def check(self, config: Config) -> None:
+        """Refuse quantised checkpoints, and masks with more kept ids than log-probs can tell.
+
+        Raises `CheckpointError`, `ConfigError`.
+        """
+        hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
+        if quantisation_of(hf, where) is not None:
+            raise CheckpointError(
+                "pushes to vLLM are plain tensors, and this checkpoint's are quantised",
+                where=where,
+                got=hf["quantization_config"].get("quant_method"),
+                expected="none",
+                fix="Train it with rollout.engine=sglang, or from a dequantised checkpoint.",
+            )
+        kept = config.rollout.top_k or int(hf["vocab_size"])
+        if config.keeps_masks and kept > LISTED_IDS:
+            raise ConfigError(
+                "vLLM has no sampling masks here, and tells the kept ids only where they are few",
+                where="config key rollout.top_k",
+                got=f"{kept} ids with sampling_mask.mode=keep",
+                expected=f"at most {LISTED_IDS}",
+                fix="Set rollout.top_k, or truncate nothing: rollout.top_p=1 and sampling_mask.mode=off.",
+            )
+
+    @contextmanager
+    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
+        """`python -m vllm.entrypoints.openai.api_server`, of vLLM's own environment."""
+        server, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
+        cpu, alone = on_cpu(server), is_loopback(server.host)
+        command = launch_command(server, checkpoint, port, seed=config.seed, routes=wants_routes(config), cpu=cpu)
+        environment = server_environment(os.environ, api_key, folder, cpu=cpu, alone=alone)
+        yield Launch(command, environment, 0.0 if cpu else GRACE_S)
+
+    async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
+        """Of the last push; `none` before the first."""
+        content = await http.request("GET", WEIGHTS, timeout_s=timeout_s, attempts=1)
+        told = parsed(content, http.url)
+        if not isinstance(told, dict) or "version" not in told:
+            raise EngineLost("something else than vLLM answers here", where=http.url, got=content[:200])
+        return str(told["version"])
+
+    async def abort(self, http: EngineHttp) -> None:
+        """For all."""
+        await http.post("/moe_trm/abort", {})
+
+    def client(self, requirements: Requirements) -> VllmClient:
+        """Checks by what the server says of itself, pushes by folder."""
+        return VllmClient(requirements)
+
+    async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
+        """By `/tokenize`."""
+        return tuple((await http.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"])
+
+    async def model_folder(self, http: EngineHttp) -> Path | None:
+        """The folder that it was started with."""
+        return Path(str((await http.get(WEIGHTS))["model"]))

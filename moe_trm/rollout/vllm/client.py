@@ -1,0 +1,126 @@
+"""The controller's side of a run's vLLM servers: checks at the start, then pushes and their proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
+from moe_trm.rollout.servers.backend import Requirements, ServerClient
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.ownership import label_of
+from moe_trm.rollout.servers.question import Question, RequestedFields
+from moe_trm.rollout.vllm.parse import parse_turn
+from moe_trm.rollout.vllm.request import generate_request
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.types import SamplingParams
+
+WEIGHTS = "/moe_trm/weights"
+PROBED_IDS = 2
+"""Ids that the probe of log-probs keeps."""
+
+
+class VllmClient(ServerClient):
+    """See `ServerClient`. The proof of a push is the digest of every tensor that each worker read."""
+
+    def __init__(self, requirements: Requirements) -> None:
+        self._needs = requirements
+
+    async def check(self, http: EngineHttp) -> None:
+        """Compare what the server was started with, and look at the log-probs of one answer. Raises `EngineError`."""
+        try:
+            served = await http.get(WEIGHTS)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise EngineError(
+                "this is no vLLM server with packages/vllm_worker, or it has another key",
+                where=http.url,
+                got=error.got,
+                expected=f"an answer to {WEIGHTS}",
+                fix="docs/engines.md has its command line.",
+            ) from error
+        model, wanted = self._needs.model, self._needs.wanted
+        if model.architecture not in served["architectures"]:
+            raise _mismatch(http, "architecture", served["architectures"], model.architecture)
+        expected = {
+            "vocab_size": model.vocab_size,
+            "dtype": self._needs.dtype,
+            "quantization": None,
+            "logprobs_mode": "processed_logprobs",
+            **({"returns_routes": True} if wanted.routes else {}),
+        }
+        for name, value in expected.items():
+            if served[name] != value:
+                raise _mismatch(http, name, served[name], value)
+        await self._probe(http)
+
+    async def _probe(self, http: EngineHttp) -> None:
+        """Sample one token of two kept ids: their probabilities add up to one, if they are those that were sampled."""
+        params = SamplingParams(temperature=self._needs.temperature, top_k=PROBED_IDS, max_new_tokens=1)
+        question = Question((0,), params, RequestedFields(routes=self._needs.wanted.routes, mask=True))
+        answer = await http.request("POST", "/inference/v1/generate", generate_request(question))
+        try:
+            parse_turn(answer, question, self._needs.model)
+        except RecordRejected as rejection:
+            # Before the first push the server's weights carry no version number.
+            if rejection.reason != "version_unknown":
+                raise _mismatch(
+                    http, f"answer to a probe ({rejection.reason})", rejection.got, rejection.expected
+                ) from rejection
+
+    def verified(self, push: WeightPush) -> Mapping[str, str]:
+        """The digests of the learner's memory: the workers digest the same bytes, so no file is read here."""
+        return {entry.name: entry.digest for entry in push.tensors}
+
+    async def load(
+        self,
+        http: EngineHttp,
+        push: WeightPush,
+        expected: Awaitable[Mapping[str, str]] | None,
+        keeping: AbstractContextManager[None],
+    ) -> None:
+        """Load the folder once nothing is sampled; samples that come meanwhile wait at the server's door."""
+        try:
+            with keeping:
+                label = label_of(push.version, self._needs.run)
+                told = await http.post(WEIGHTS, {"folder": push.directory, "version": label})
+                if told["version"] != label:
+                    raise SyncError(
+                        "the server labels its weights with another version", got=told["version"], expected=label
+                    )
+                if expected is not None:
+                    _compare(told["workers"], await expected, push.directory)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise SyncError(
+                "the server did not load the push", where=push.directory, got=error.got, fix=error.fix
+            ) from error
+
+
+def _compare(workers: list[dict[str, str]], expected: Mapping[str, str], folder: str) -> None:
+    """Raise `SyncError` naming tensors unless every worker read exactly the tensors behind `expected`."""
+    if not workers:
+        raise SyncError("no worker says what it read", where=folder, expected="one digest per tensor")
+    for number, digests in enumerate(workers):
+        wrong = sorted(name for name in {*digests, *expected} if digests.get(name) != expected.get(name))
+        if wrong:
+            raise SyncError(
+                "the server read other tensors than the learner wrote",
+                where=f"{folder}, worker {number}",
+                got=", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""),
+                expected=f"{len(expected)} tensors with the digests of the manifest",
+                fix="Look for damaged storage, a full disk, or another writer of this folder; then push again.",
+            )
+
+
+def _mismatch(http: EngineHttp, what: str, got: Any, expected: object) -> EngineError:
+    return EngineError(
+        f"the vLLM server is not the configured one: {what} differs",
+        where=http.url,
+        got=got,
+        expected=expected,
+        fix="Start it from the same configuration, `python -m launch.rollout CONFIG`, or as docs/engines.md says.",
+    )
