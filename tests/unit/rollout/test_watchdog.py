@@ -15,7 +15,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers import watchdog as watchdog_module
-from moe_trm.rollout.servers.process import Server
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.watchdog import Watchdog
 from tests.unit.rollout.test_server_process import config, wait_until_dead
 
@@ -59,7 +59,7 @@ def test_a_restart_that_the_machine_refuses_is_tried_again(
 ) -> None:
     """As with a full disk. The thread that watches is the only one that can."""
     with Watchdog(settings(tmp_path), tmp_path / "rollout.log", "key") as watchdog:
-        first, start, refusals = watchdog.server.process.pid, watchdog_module.start_server, [OSError("full")]
+        first, start, refusals = watchdog.server.process.pid, start_server, [OSError("full")]
 
         def refuses_once(*args: Any, **options: Any) -> Server:
             if refusals:
