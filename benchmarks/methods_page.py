@@ -93,6 +93,7 @@ GATHERED = "a few numbers of each sampled token are gathered from all ranks once
 AGAIN = "; every update of a step but the first needs one more forward pass without gradient."
 NEEDED = {
     "entropy": " The entropy takes one more pass of the output layer over the vocabulary.",
+    "reference": " The reference takes a pass of its own, as with a KL term.",
     "routers": " Routers compute their logits twice, and the anchor's scores are kept in the meantime.",
 }
 

@@ -204,7 +204,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--learner", choices=LEARNERS, default="megatron", help="(default: megatron)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     logging.disable(logging.WARNING)
     found: list[Row] = []
     unharmed: list[Row] = []

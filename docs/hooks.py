@@ -21,6 +21,7 @@ OUTSIDE = {
     "examples/openai_agents/README.md": "examples/openai_agents.md",
     "examples/terminal/README.md": "examples/terminal.md",
     "examples/distillation/README.md": "examples/distillation.md",
+    "examples/logit_fusion/README.md": "examples/logit_fusion.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
     "packages/vllm_worker/README.md": "packages/vllm_worker.md",
 }

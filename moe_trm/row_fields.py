@@ -28,6 +28,7 @@ class RowFields:
         turn_ids: `[B, T]` turn of each token.
         versions: `[B, T]` weight version that sampled each token.
         exact_kl: `[B, T]` KL(mu || pi_theta) of each context over the recorded support.
+        reference_logprobs: `[B, T]` log-prob of each token under the reference or a teacher.
         entropy: `[B, T]` predictive entropy at each token, with gradient in updates; of one pass alone.
         router_shift: `[B, T]` shift of the routers' scores since the anchor (`routing.router_shift`); of one pass
             alone.
@@ -38,6 +39,7 @@ class RowFields:
     turn_ids: Tensor | None = field(default=None, metadata=_BY_TOKEN)
     versions: Tensor | None = field(default=None, metadata=_BY_TOKEN)
     exact_kl: Tensor | None = field(default=None, metadata=_BY_TOKEN)
+    reference_logprobs: Tensor | None = field(default=None, metadata=_BY_TOKEN)
     entropy: Tensor | None = field(default=None, metadata=_OF_PASS)
     router_shift: Tensor | None = field(default=None, metadata=_OF_PASS)
     rewards: Tensor | None = field(default=None, metadata=_BY_ROW)

@@ -327,7 +327,8 @@ class TokenBatch:
         sample_tokens: `[B]` int64 scored tokens of all rows of each row's sample, 0 on padding rows; None where every
             row is a whole sample.
         row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.
-        teacher_logprobs: `[B, R]` float32, 0 where `mask` is False; None without a teacher.
+        reference_logprobs: `[B, R]` float32, 0 where `mask` is False: the teacher's, or the reference's once they are
+            scored (`moe_trm.step.reference`); None without.
     """
 
     input_ids: torch.Tensor
@@ -350,7 +351,7 @@ class TokenBatch:
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
-    teacher_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
 
     @cached_property
     def rollout_routes(self) -> ReplayRecords:

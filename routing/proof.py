@@ -77,12 +77,13 @@ def free_tokens(records: Sequence[RouteRecord | None], layout: AnyLayout) -> Ten
     """`[N]` bool: real local tokens without routes in their record; None when every record covers all its rows."""
     if all(record is None or record.covered is None for record in records):
         return None
+    covered_B = [np.ones(0, bool) if record is None else record.coverage() for record in records]
+    rows_B = np.array([len(covered) for covered in covered_B])
     sequence, column = locate(layout)
+    real_N = column < rows_B[sequence]
     free_N = np.zeros(len(sequence), dtype=bool)
-    for index, record in enumerate(records):
-        if record is not None and record.covered is not None:
-            mine = np.flatnonzero((sequence == index) & (column < record.num_rows))
-            free_N[mine] = ~record.covered[column[mine]]
+    first_B = np.cumsum(rows_B) - rows_B
+    free_N[real_N] = ~np.concatenate(covered_B)[(first_B[sequence] + column)[real_N]]
     return torch.from_numpy(free_N)
 
 

@@ -53,6 +53,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     full = of_sampled([record.full_logprobs for record in records], np.float32)
     versions = of_sampled([record.versions for record in records], np.int32, fill=-1)
     taught = [record.teacher_logprobs for record in records if record.teacher_logprobs is not None]
+    all_taught = bool(taught) and len(taught) == len(records)
     advantages = np.where(mask, np.float32(np.nan), np.float32(0))
     kept_ids, kept_offsets, kept_logprobs = _kept(rows) if keep_mask else (None, None, None)
     return TokenBatch(
@@ -76,7 +77,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         sample_ids=tuple(row.record.row_id for row in rows) or (-1,),
         sample_tokens=_sample_tokens(rows),
         row_weights=_weights(rows),
-        teacher_logprobs=torch.from_numpy(of_sampled(taught, np.float32)) if len(taught) == len(records) else None,
+        reference_logprobs=torch.from_numpy(of_sampled(taught, np.float32)) if all_taught else None,
     )
 
 

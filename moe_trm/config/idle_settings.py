@@ -89,8 +89,14 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         *(
-            ("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference")
-            for key in ("estimator", "ratio", "clip", "where", "teacher")
+            ("kl", key, config.kl.coef == 0, "kl.coef=0 makes no use of it")
+            for key in ("estimator", "ratio", "clip", "where")
+        ),
+        (
+            "kl",
+            "teacher",
+            config.kl.coef == 0 and "reference" not in needs(config.loss.name),
+            "neither kl.coef nor the loss makes use of it",
         ),
         *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
         *(

@@ -35,7 +35,7 @@ def idle(
     pipeline: PipelineConfig, rollout: RolloutConfig, learner: LearnerConfig
 ) -> Iterator[tuple[str, str, bool, str]]:
     """Rows of the table of idle settings: section, key, whether it is idle, and why."""
-    reuse = ("max_uses", "reuse_tau", "reuse_correction")
+    reuse = ("max_uses", "reuse_tau", "reuse_priority", "reuse_correction")
     yield from (
         ("pipeline", key, not pipeline.reuse_groups, "pipeline.reuse_groups=0 uses nothing again") for key in reuse
     )

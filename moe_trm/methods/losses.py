@@ -13,9 +13,9 @@ from moe_trm.methods.ratios import PARTS
 Held = Literal["own", "total", "none"]
 """The ratio that a loss contains: the one it is written on, the total one whatever that is, or none."""
 
-Need = Literal["entropy", "groups", "routers"]
-"""Inputs that not every run has: the policy's entropy, all samples of a prompt in one minibatch, and how far
-the routers have moved since the anchor."""
+Need = Literal["entropy", "groups", "reference", "routers"]
+"""Inputs that not every run has: the policy's entropy, all samples of a prompt in one minibatch, log-probs under the
+reference, and how far the routers have moved since the anchor."""
 
 DEFAULT_LOSS = "ppo_clip"
 """The loss where neither the configuration nor its preset names one."""

@@ -45,7 +45,6 @@ class ScoredBatch(RowFields):
         sample_ids, group_ids: `[B]` int64 (`RolloutRecord.row_id`), -1 on a row of padding; rewards: `[B]` float32.
         anchor_logprobs: under the weights at the start of the step; None where the update's own forward was the anchor.
         behavior_logprobs: under older weights that sampled, where they were scored; None elsewhere.
-        reference_logprobs: under the frozen reference, with a KL term; None without.
         anchor_exact_kl: KL(rollout || anchor) on the kept support, or None.
         sample_tokens: as in `TokenBatch`.
     """
@@ -61,7 +60,6 @@ class ScoredBatch(RowFields):
     rewards: Tensor = field(kw_only=True)
     anchor_logprobs: Tensor | None = None
     behavior_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
     anchor_exact_kl: Tensor | None = None
     sample_tokens: Tensor | None = None
 

@@ -110,7 +110,7 @@ def with_baseline(config: Config, engine: RolloutEngine, sampler: Sampler, param
 
 def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampler:
     """`sampler`, with the log-probs of the teacher in every sample where there is one."""
-    if not (config.kl.coef and config.kl.teacher):
+    if not config.kl.teacher:
         return sampler
     limits = config.rollout
     servers = [

@@ -60,23 +60,12 @@ class WholeMinibatch:
         """Evidence for corrections."""
         return Evidence(self.ratios(self.current), self.advantages).with_fields(self.known)
 
-    def inputs(self, index: int, current_logprobs: Tensor, mask: Tensor, weights: Tensor, keep: Tensor) -> LossInputs:
-        """Loss inputs of all rows, in which those of micro-batch `index` carry the gradient of `current_logprobs` `[B,
-        R]`.
-
-        `weights`, `keep`: `[N, T]` of the whole minibatch; `mask`: `[B, R]` of the micro-batch.
-        """
-        own = torch.zeros_like(self.mask)
-        own[self.own[index]] = self.mask[self.own[index]]
-        # Scattered in row-major order of the whole, in which this micro-batch's rows may be permuted.
-        rank = self.own[index].argsort()
-        given = torch.cat([current_logprobs[:0, :].flatten(), *(current_logprobs[i][mask[i]] for i in rank.tolist())])
-        current = self.current.masked_scatter(own, given)
-        ratios = self.ratios(current)
-        return LossInputs(ratios, current, self.advantages, weights, keep).with_fields(self.known)
+    def inputs(self, current: Tensor, weights: Tensor, keep: Tensor) -> LossInputs:
+        """Loss inputs of all rows at `current`, with corrections; all `[N, T]`."""
+        return LossInputs(self.ratios(current), current, self.advantages, weights, keep).with_fields(self.known)
 
     def part(self, index: int, values: Tensor, mask: Tensor) -> Tensor:
-        """The values `[N, T]` of micro-batch `index` in its own layout, `[B, R]`, 0 off its `mask`; gradients pass."""
+        """The values `[N, T]` of micro-batch `index` in its own layout, `[B, R]`, 0 off its `mask`."""
         places, mask = self.own[index], mask.to(values.device)
         empty = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
         return empty.masked_scatter(mask, values[places][self.mask[places]])

@@ -121,8 +121,7 @@ class Objective:
             if current.entropy is not None:
                 terms["loss/entropy"] = current.entropy, ratios.mask, -chosen.entropy_coef
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
-            if part.reference is not None:
-                reference = part.reference[index]
+            if (reference := batch.reference_logprobs) is not None:
                 kl = kl_term(
                     chosen.kl_estimator,
                     ratios,
@@ -211,11 +210,14 @@ class PartialJudge:
 
 
 class WholeJudge:
-    """The same computed over the whole minibatch, of which a micro-batch is told its part."""
+    """The same computed once over the whole minibatch, of which a micro-batch is told its part.
+
+    The loss of a row may depend on other rows by statistics without gradient alone. So a micro-batch has its part of
+    the values, and of their derivative by the log-probs.
+    """
 
     def __init__(self, chosen: Recipe, whole: WholeMinibatch, draw: tuple[int, int]) -> None:
-        self._draw = draw
-        self._loss, self._whole, self._whole_loss = chosen.loss, whole, chosen.whole_loss
+        self._loss, self._whole, self._draw = chosen.loss, whole, draw
         evidence = whole.evidence
         joint = corrections.compose if chosen.acts else corrections.measuring
         correction = joint(chosen.rules, whole_minibatch=True)(evidence)
@@ -226,6 +228,7 @@ class WholeJudge:
             moments = summable.moments("correction/weight", correction.weights, whole.mask)
             correction = replace(correction, metrics={**correction.metrics, **moments})
         self._correction = correction
+        self._whole_loss = self._differentiated() if chosen.whole_loss else None
 
     def __call__(self, index: int, evidence: Evidence, current: Tensor) -> tuple[Correction, TokenLoss]:
         whole, correction, mask = self._whole, self._correction, evidence.mask
@@ -234,12 +237,24 @@ class WholeJudge:
             weights=whole.part(index, correction.weights, mask),
             keep=whole.part(index, correction.keep, mask),
         )
-        if self._whole_loss:
-            inputs = whole.inputs(index, current, mask, correction.weights, correction.keep)
-            loss = self._loss(replace(inputs, draw=self._draw))
-            return own, replace(loss, values=whole.part(index, loss.values, mask))
+        if self._whole_loss is not None:
+            loss, slope = self._whole_loss
+            moved = torch.where(own.keep, current - current.detach(), 0.0)
+            values = whole.part(index, loss.values, mask) + whole.part(index, slope, mask) * moved
+            return own, replace(loss, values=values)
         inputs = LossInputs.corrected(evidence.ratios, current, evidence.advantages, own)
         return own, self._loss(replace(inputs, draw=self._draw).with_fields(evidence))
+
+    def _differentiated(self) -> tuple[TokenLoss, Tensor]:
+        """The loss of all tokens, and the derivative `[N, T]` of their sum by each log-prob."""
+        current, correction = self._whole.current.clone().requires_grad_(), self._correction
+        with torch.enable_grad():
+            inputs = self._whole.inputs(current, correction.weights, correction.keep)
+            loss = self._loss(replace(inputs, draw=self._draw))
+            total = torch.where(correction.keep, loss.values, 0.0).sum()
+        slope = torch.autograd.grad(total, current)[0] if total.requires_grad else torch.zeros_like(current)
+        metrics = {name: value.detach() for name, value in loss.metrics.items()}
+        return TokenLoss(loss.values.detach(), metrics), slope
 
 
 def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Recovery, ReplayMode
@@ -32,15 +33,13 @@ class Anchored:
     that sampled; `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of
     the learner's weights. `averaged`: the proximal scores are those of an average of weights.
 
-    `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the
-    coefficient in the loss.
+    `kl_coef`: the coefficient of the KL to the batches' `reference_logprobs` in the loss.
     """
 
     mini: MiniBatch
     batches: Sequence[TokenBatch]
     scores: Sequence[Scores]
     sources: Sequence[RouteSource]
-    reference: Sequence[Tensor] | None = None
     kl_coef: float = 0.0
     behavior: Sequence[Tensor] | None = None
     recovery: Recovery = "same"
@@ -85,11 +84,16 @@ def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
     rollout.
     """
     return [
-        (score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double()
+        own
         for part in parts
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-        for row in range(len(micro.rows))
+        for own in _by_row(score.logprobs - batch.rollout_logprobs, batch.mask)[: len(micro.rows)]
     ]
+
+
+def _by_row(values: Tensor, mask: Tensor) -> Sequence[Tensor]:
+    rows: Sequence[Tensor] = torch.split(values[mask].double(), mask.sum(1).tolist())
+    return rows
 
 
 def decomposed(

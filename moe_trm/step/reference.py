@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moe_trm.config.schema import Config
@@ -16,6 +17,7 @@ from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
 from moe_trm.step.passes import Anchored
+from moe_trm.step.recipe import recipe
 from moe_trm.types import TokenBatch
 from routing.replay import Native
 
@@ -25,7 +27,7 @@ NAME = "reference"
 
 class Reference:
     """The weights that the run started from, or a teacher, and the coefficient of the KL to them. Does nothing where
-    `kl.coef` is 0.
+    `kl.coef` is 0 and the loss reads no reference.
 
     Build it before anything is trained or restored. Collective, as all of its methods.
 
@@ -37,7 +39,8 @@ class Reference:
     def __init__(self, config: Config, learner: Learner) -> None:
         kl = config.kl
         horizon = kl.horizon if kl.controller == "adaptive" else math.inf
-        self._config, self._wanted = config, kl.coef > 0
+        self._config = config
+        self._wanted = kl.coef > 0 or "reference" in recipe(config).loss.loss.needs
         self._controller = AdaptiveKL(kl.coef, kl.target, horizon)
         if self._wanted and not kl.teacher:
             learner.snapshot(NAME)
@@ -60,19 +63,18 @@ class Reference:
         if not self._wanted:
             return list(anchored)
         flat = [batch for part in anchored for batch in part.batches]
-        if self._config.kl.teacher:
-            known = iter([_taught(batch) for batch in flat])
-        else:
+        if not self._config.kl.teacher:
             scores = learner.score(flat, [Native()] * len(flat), weights=NAME)
-            known = iter([score.logprobs for score in scores])
+            flat = [replace(batch, reference_logprobs=one.logprobs) for batch, one in zip(flat, scores, strict=True)]
+        known = iter([_checked(batch) for batch in flat])
         coef = self.coef if self._config.kl.where == "loss" else 0.0
-        return [replace(part, reference=[next(known) for _ in part.batches], kl_coef=coef) for part in anchored]
+        return [replace(part, batches=[next(known) for _ in part.batches], kl_coef=coef) for part in anchored]
 
     def lowered(self, anchored: Sequence[Anchored]) -> list[Anchored]:
         """These minibatches with A_t - coef kl_t in the place of A_t on every sampled token, where the configuration
         says `kl.where=advantage`. With k1 it has the gradient of the KL of each token, by the score function.
         """
-        if not self._wanted or self._config.kl.where != "advantage":
+        if not self._config.kl.before_updates or self._config.kl.where == "reward":
             return list(anchored)
         return [
             replace(
@@ -101,7 +103,7 @@ class Reference:
 
         In the order of the micro-batches.
         """
-        if not self._wanted or self._config.kl.where != "reward":
+        if not self._config.kl.before_updates or self._config.kl.where == "advantage":
             return None
         return [
             self.coef * kl
@@ -113,14 +115,17 @@ class Reference:
 
     def _kls(self, part: Anchored) -> list[Tensor]:
         """`[B, R]` KL of the sampled tokens of each micro-batch at the step's start, nats; 0 elsewhere."""
-        assert part.reference is not None
         return [
-            kl_estimate(self._config.kl.estimator, score.logprobs, reference, batch.mask)
-            for batch, score, reference in zip(part.batches, part.scores, part.reference, strict=True)
+            kl_estimate(self._config.kl.estimator, score.logprobs, batch.reference_logprobs, batch.mask)
+            for batch, score in zip(part.batches, part.scores, strict=True)
+            if batch.reference_logprobs is not None
         ]
 
 
-def _taught(batch: TokenBatch) -> Tensor:
-    if batch.teacher_logprobs is None:
+def _checked(batch: TokenBatch) -> TokenBatch:
+    """A batch of padding has no sample, and so nobody's log-probs."""
+    if batch.reference_logprobs is None and not batch.mask.any():
+        return replace(batch, reference_logprobs=torch.zeros_like(batch.rollout_logprobs))
+    if batch.reference_logprobs is None:
         raise LearnerError("a sample came without the teacher's log-probs", where="kl.teacher", got=batch.sample_ids)
-    return batch.teacher_logprobs
+    return batch

@@ -101,7 +101,6 @@ def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
                 sample_ids=torch.tensor(ids or [-1], dtype=torch.int64),
                 anchor_logprobs=None if anchor is None else anchor.logprobs,
                 behavior_logprobs=None if part.behavior is None else part.behavior[index],
-                reference_logprobs=None if part.reference is None else part.reference[index],
                 anchor_exact_kl=None if anchor is None else anchor.exact_kl,
                 sample_tokens=_sample_tokens(batch) if several else None,
                 **shared(ScoredBatch, batch, current),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_trm.config.schema import PipelineConfig
-from moe_trm.store.freshness import chances, drawn, freshness, importance
+from moe_trm.store.freshness import chances, drawn, freshness, importance, spread
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import Group
 from moe_trm.types import TrainRow
@@ -68,7 +68,13 @@ class ReuseBuffer:
             return []
         ages = np.array([version - held.group.oldest_version for held in candidates], np.float64)
         count = min(self._settings.reuse_groups, len(candidates))
-        odds = chances(freshness(ages, self._settings.reuse_tau), count)
+        priorities = freshness(ages, self._settings.reuse_tau)
+        if self._settings.reuse_priority == "spread":
+            priorities = priorities * [
+                spread([record.reward for record in held.group.kept if record.reward is not None])
+                for held in candidates
+            ]
+        odds = chances(priorities, count)
         weights = importance(odds, count, self._settings.reuse_correction)
         chosen = drawn(odds, float(np.random.default_rng((self._seed, step, 2)).random()))
         for place in chosen:

@@ -50,7 +50,6 @@ class RecordedLearner:
             batches,
             anchors if whole or update.batches[0].anchor_logprobs is not None else [],
             [Native() for _ in batches],
-            reference=_all([batch.reference_logprobs for batch in update.batches]),
             kl_coef=update.kl_coef,
             behavior=_all([batch.behavior_logprobs for batch in update.batches]),
             recovery=update.recovery,

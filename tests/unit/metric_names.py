@@ -227,6 +227,7 @@ def _inputs(evidence: Evidence) -> LossInputs:
         group_ids=torch.arange(ROWS) // 2,
         entropy=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(0)),
         router_shift=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(1)),
+        reference_logprobs=evidence.ratios.rollout_logprobs,
     )
 
 

@@ -55,6 +55,7 @@ def test_losses(name: str, lengths: list[int]) -> None:
         group_ids=torch.zeros(len(lengths), dtype=torch.int64),
         entropy=torch.ones(seen.mask.shape),
         router_shift=torch.ones(seen.mask.shape),
+        reference_logprobs=torch.full(seen.mask.shape, -1.0),
     )
     values = losses.get(name).bind(**dict.fromkeys(required, 0.1))(inputs).values
     loss = aggregate(values, inputs.keep, seen.mask, "token-mean", num_sequences=len(lengths), num_tokens=sum(lengths))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_trm.config.schema import BatchConfig, PipelineConfig
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.producer import Producer
-from moe_trm.store.freshness import chances, drawn, freshness, importance
+from moe_trm.store.freshness import LEAST, chances, drawn, freshness, importance, spread
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.reuse import Again, ReuseBuffer, with_weights
 from moe_trm.store.store import Group, GroupStore
@@ -37,6 +37,25 @@ def test_chances_by_hand() -> None:
     assert importance(odds, 1, 1.0).tolist() == pytest.approx([2 / 3, 4 / 3, 4 / 3])
     assert importance(odds, 1, 0.5).tolist() == pytest.approx([math.sqrt(2 / 3), *[math.sqrt(4 / 3)] * 2])
     assert importance(odds, 1, 0.0).tolist() == [1, 1, 1]
+
+
+def test_groups_whose_rewards_differ_are_drawn_more_often_and_count_less() -> None:
+    """Four groups of one age: the spread of the first is 0.5, of the others 0."""
+    assert spread([1.0, 0.0]) == pytest.approx(0.5 + LEAST)
+    times, weights = np.zeros(4), dict[int, float]()
+    for seed in range(400):
+        held = buffer(Ledger(), seed=seed, reuse_groups=1, reuse_priority="spread")
+        given = [group(number, 0) for number in range(4)]
+        one, two = given[0].kept
+        given[0] = replace(given[0], kept=(replace(one, reward=1.0), replace(two, reward=0.0)))
+        held.keep(given)
+        [again] = held.draw(1, 1)
+        times[again.group.group_id] += 1
+        weights[again.group.group_id] = again.weight
+    chance = (0.5 + LEAST) / (0.5 + 4 * LEAST)
+    assert times[0] / 400 == pytest.approx(chance, abs=0.08)
+    assert min(times) > 0, "equal rewards may be drawn too"
+    assert weights[0] == pytest.approx(0.25 / chance)
 
 
 @settings(max_examples=60)
@@ -67,9 +86,9 @@ def group(group_id: int, version: int, size: int = 2) -> Group:
     return Group(group_id, records, records)
 
 
-def buffer(ledger: Ledger, **changes: object) -> ReuseBuffer:
+def buffer(ledger: Ledger, *, seed: int = 0, **changes: object) -> ReuseBuffer:
     given = {"mode": "async", "max_staleness": 3, "reuse_groups": 2, "max_uses": 3, **changes}
-    return ReuseBuffer(PipelineConfig.model_validate(given), ledger, seed=0)
+    return ReuseBuffer(PipelineConfig.model_validate(given), ledger, seed=seed)
 
 
 @settings(max_examples=60)

@@ -94,6 +94,10 @@ class PipelineConfig(Section):
     reuse_tau: Annotated[float, Field(gt=0)] = 1.0
     """`reuse_groups`: the chance of a group shrinks by exp(-age / tau), age being that of its oldest token in versions.
     A large tau draws evenly."""
+    reuse_priority: Literal["age", "spread"] = "age"
+    """`reuse_groups`: what besides its age makes a group likelier. `age`: nothing. `spread`: the standard deviation of
+    its rewards, by which the chance is multiplied: groups that are right now and then teach more than those that
+    always or never are."""
     reuse_correction: Fraction = 1.0
     """`reuse_groups`: power of the importance weight of a drawn group, its chance in an even draw over its own. 1: in
     expectation it counts as if it had been drawn evenly. 0: no weight."""

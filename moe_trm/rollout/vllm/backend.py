@@ -18,7 +18,7 @@ from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.vllm.answers import VllmAnswers
 from moe_trm.rollout.vllm.client import WEIGHTS, VllmClient
-from moe_trm.rollout.vllm.launch import launch_command, server_environment
+from moe_trm.rollout.vllm.launch import interpreter, launch_command, server_environment
 from moe_trm.rollout.vllm.request import LISTED_IDS
 from moe_trm.runtime.addresses import is_loopback
 
@@ -34,10 +34,12 @@ class VllmBackend(VllmAnswers, ServerBackend):
     labels_runs = True
 
     def check(self, config: Config) -> None:
-        """Refuse quantised checkpoints, and masks with more kept ids than log-probs can tell.
+        """Refuse quantised checkpoints, masks with more kept ids than log-probs can tell, and a start without vLLM.
 
         Raises `CheckpointError`, `ConfigError`.
         """
+        if config.rollout.starts_server:
+            interpreter()
         hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
         if quantisation_of(hf, where) is not None:
             raise CheckpointError(

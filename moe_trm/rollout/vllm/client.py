@@ -83,6 +83,8 @@ class VllmClient(ServerClient):
     ) -> None:
         """Load the folder once nothing is sampled; samples that come meanwhile wait at the server's door."""
         try:
+            # A sample that is kept for the new weights must not be let in before they are on their way.
+            await http.post("/moe_trm/hold", {})
             with keeping:
                 label = label_of(push.version, self._needs.run)
                 told = await http.post(WEIGHTS, {"folder": push.directory, "version": label})

@@ -15,7 +15,7 @@ from moe_trm.rollout.vllm.request import LISTED_IDS
 from moe_trm.runtime.gloo import LOOPBACK
 
 LOADER, DOOR = "moe_trm_vllm_worker.loader.WeightLoader", "moe_trm_vllm_worker.door.Door"
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache."""
 
 

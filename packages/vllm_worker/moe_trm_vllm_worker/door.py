@@ -31,7 +31,7 @@ class Door:
         if not os.environ.get(KEY_VARIABLE):
             raise ValueError(f"the environment variable {KEY_VARIABLE} has no key, so everybody could load weights")
         self._app, self._key = app, f"Bearer {os.environ[KEY_VARIABLE]}".encode()
-        self._version, self._answering = NO_PUSH, 0
+        self._version, self._answering, self._held = NO_PUSH, 0, False
         self._loading = asyncio.Lock()
         self._changed = asyncio.Condition()
 
@@ -48,6 +48,9 @@ class Door:
             await _reply(send, 200, _served(scope["app"].state.engine_client) | {"version": self._version})
         elif scope["path"] == "/moe_trm/weights":
             await self._load(scope["app"].state.engine_client, json.loads(await _body(receive)), send)
+        elif scope["path"] == "/moe_trm/hold":
+            self._held = True
+            await _reply(send, 200, {})
         elif scope["path"] == "/moe_trm/abort":
             await self._abort(scope["app"].state.engine_client)
             await _reply(send, 200, {})
@@ -57,7 +60,7 @@ class Door:
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         """One answer, with the version of the weights that make it; it waits for a push that is under way."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._loading.locked())
+            await self._changed.wait_for(lambda: not (self._held or self._loading.locked()))
             self._answering += 1
         try:
             await self._app(scope, receive, _labelled(send, self._version))
@@ -83,6 +86,7 @@ class Door:
             await _reply(send, 200, {"version": self._version, "workers": workers})
         finally:
             async with self._changed:
+                self._held = False
                 self._changed.notify_all()
 
     async def _abort(self, engine: Any) -> None:

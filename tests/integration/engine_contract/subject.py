@@ -32,7 +32,7 @@ def settings(engine: str, checkpoint: Path, **server: object) -> Config:
             "rollout": {
                 "engine": engine,
                 "max_attempts": 2,
-                "server": {"port": 0, "dtype": "float32", "startup_timeout_s": 400, **server},
+                "server": {"port": 0, "dtype": "float32", "startup_timeout_s": 1200, **server},
                 **({} if bare else rollout),
             },
             **(sections if bare else {"sampling_mask": {"mode": "keep"}, "replay": {"mode": "R3"}}),

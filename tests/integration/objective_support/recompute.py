@@ -68,6 +68,9 @@ def recompute(
         router_shift=stacked([_given(score.router_shift) for score in current])
         if current[0].router_shift is not None
         else None,
+        reference_logprobs=stacked([_given(batch.reference_logprobs) for batch in batches]).double()
+        if batches[0].reference_logprobs is not None
+        else None,
         # Rows of one group often begin with the same token: of equal covariances the run's own draw decides.
         draw=(config.seed, max(int(batch.versions[batch.mask].max()) for batch in batches if batch.mask.any())),
     )

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
 from moe_trm.evaluate.own_policy import OwnPolicy
+from moe_trm.functions.load import load_function
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.sync.manifest import WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 
+FUSION = Path(__file__).parents[3] / "examples" / "logit_fusion" / "engine.py"
 PROMPT = (1, 20, 33, 7)
 ALL = SamplingParams(top_k=128, max_new_tokens=8)
 SHAPE = TinyShape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, expert_ffn=32, max_positions=64)
@@ -102,3 +105,36 @@ def test_an_answer_ends_where_it_is_told_to(checkpoint: Path) -> None:
     assert (cut.num_tokens, cut.finish_reason) == (len(PROMPT) + 2, "length")
     with pytest.raises(RecordRejected, match="no room"):
         answer(checkpoint, ALL, positions=len(PROMPT))
+
+
+@pytest.mark.parametrize(("version", "share"), [(0, 0.5), (15, 0.25), (45, 0.0)])
+def test_an_engine_of_fused_logits_reports_the_mixture_that_it_sampled_from(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, share: float
+) -> None:
+    """examples/logit_fusion; evaluations are of the policy alone."""
+    make_checkpoint(tmp_path, seed=4, shape=SHAPE)
+    monkeypatch.setenv("LOGIT_FUSION_TEACHER", str(tmp_path))
+    config = Config.model_validate({"model": {"checkpoint": str(checkpoint)}, "learner": {"dtype": "float32"}})
+
+    async def go() -> tuple[RolloutRecord, SampledTurn]:
+        engine = load_function(f"{FUSION}:Engine", key="test")(config, None)
+        await engine.load_weights(WeightPush(version, str(checkpoint), ()))
+        fused = await engine.generate(Prompt("one", PROMPT), ALL, sample_id=0, group_id=0)
+        bare = await engine.turn(PROMPT, ALL, bare=True)
+        await engine.close()
+        return fused, bare
+
+    fused, bare = asyncio.run(go())
+    policy, teacher = (
+        load_policy(HfCheckpoint(folder), "float32", recompute=False).causal.eval() for folder in (checkpoint, tmp_path)
+    )
+    for tokens, logprobs, weight in (
+        (fused.tokens[4:], fused.rollout_logprobs, share),
+        (bare.tokens, bare.rollout_logprobs, 0.0),
+    ):
+        whole = torch.tensor([[*PROMPT, *tokens.tolist()]])
+        with torch.no_grad():
+            logits = weight * teacher(input_ids=whole).logits + (1 - weight) * policy(input_ids=whole).logits
+        expected = logits[0, 3:-1].log_softmax(-1).gather(1, whole[0, 4:, None])[:, 0]
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
+    assert set(fused.versions.tolist()) == {version}

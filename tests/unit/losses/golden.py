@@ -99,6 +99,8 @@ GOLDEN = [
         1.683613,
         {"beta": 0.5, "beta_value": 0.5},
     ),
+    # Scores of the rows 1.2, 1.0 and 0.8, -0.25: two pairs.
+    Golden("dpo", 0.554554, (0.118755, 0.118755, -0.118755, 0.092921, -0.092921), 1.414646, {"beta": 0.5}),
     Golden("acr_clip", -0.002694, (0.085013, 0.062979, -0.069603, 0.103835, 0), 0.777885),
     Golden(
         "acr_clip",
@@ -126,6 +128,7 @@ def evaluate(golden: Golden, fx: WorkedExample, current: Tensor) -> Tensor:
         entropy=torch.ones(4, 5),
         router_shift=torch.zeros(4, 5),
         turn_ids=torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [0] * 5, [0] * 5]),
+        reference_logprobs=fx.behavior - 0.25,
     )
     objective = losses.get(golden.name)
     values = objective(inputs, **golden.parameters).values

@@ -60,6 +60,7 @@ def slope(loss: str, moved: str | None, ratio: str) -> torch.Tensor:
         group_ids=torch.zeros(2, dtype=torch.int64),
         entropy=torch.ones(2, 3),
         router_shift=torch.zeros(2, 3),
+        reference_logprobs=torch.full((2, 3), -1.2),
     )
     values = losses.get(loss)(inputs, ratio=ratio, **PARAMETERS.get(loss, {})).values
     return torch.autograd.grad(values[mask].sum(), current)[0]

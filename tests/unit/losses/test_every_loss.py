@@ -30,6 +30,7 @@ def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx: WorkedExample)
         group_ids=torch.tensor([0, 0, 1, 1]),
         entropy=torch.ones(4, 5),
         router_shift=torch.full((4, 5), 0.1),
+        reference_logprobs=fx.behavior,
     )
     loss = aggregate(
         losses.get(name)(inputs).values,
@@ -76,6 +77,7 @@ def test_correction_weights_scale_the_gradient(name: str, fx: WorkedExample) -> 
             group_ids=torch.tensor([0, 0, 1, 1]),
             entropy=torch.ones(4, 5),
             router_shift=torch.full((4, 5), 0.1),
+            reference_logprobs=fx.behavior,
         )
         gradients += torch.autograd.grad(losses.get(name)(inputs).values[fx.mask].sum(), current)
     assert gradients[0].any()
@@ -95,6 +97,7 @@ def test_extreme_ratios_stay_finite(name: str, fx: WorkedExample) -> None:
             group_ids=torch.tensor([0, 0, 1, 1]),
             entropy=torch.ones(4, 5),
             router_shift=torch.full((4, 5), 0.1),
+            reference_logprobs=fx.behavior,
         )
         values = losses.get(name)(inputs).values[fx.mask]
         values.sum().backward()

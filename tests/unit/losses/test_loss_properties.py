@@ -49,6 +49,7 @@ class Batch:
             group_ids=self.groups,
             entropy=self.entropy,
             router_shift=self.entropy / 10,
+            reference_logprobs=self.behavior,
         )
 
     def loss(self, name: str, current: Tensor) -> Tensor:

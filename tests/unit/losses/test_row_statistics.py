@@ -87,7 +87,7 @@ def test_dropping_a_token_takes_its_own_gradient_and_nothing_else(loss: str, adv
         assert torch.equal(slope[kept].sign(), whole_slope[kept].sign())
 
 
-@pytest.mark.parametrize("loss", BY_ROW)
+@pytest.mark.parametrize("loss", [*BY_ROW, "dpo"])
 def test_a_dropped_token_without_a_number_is_in_no_statistic(loss: str) -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     current = torch.full((2, 3), -1.0)
@@ -107,6 +107,7 @@ def test_a_dropped_token_without_a_number_is_in_no_statistic(loss: str) -> None:
         group_ids=torch.zeros(2, dtype=torch.int64),
         entropy=torch.ones(2, 3),
         router_shift=torch.zeros(2, 3),
+        reference_logprobs=torch.full((2, 3), -1.2),
     )
     values = losses.get(loss)(inputs).values
     assert values[keep].isfinite().all()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,10 +14,13 @@ import torch
 from moe_trm.learner.protocol import Scores
 from moe_trm.probe.flip_causes import flip_causes, flips_of
 from moe_trm.probe.load_balance import load_balance
+from moe_trm.probe.run import _compare, summarize
+from moe_trm.probe.sample import ProbeRows
 from moe_trm.types import TokenBatch
 from routing import RouteRecord
 from routing.replay import Recorded
 from tests.unit.doubles import StandInLearner
+from tests.unit.records import make_record
 
 
 class OneRank(StandInLearner):
@@ -112,8 +117,20 @@ def test_classes_of_position_against_a_loop_over_tokens(prompt: int) -> None:
         assert found[f"routing/flips/engine/position_{low}_{high}"] == pytest.approx(sum(flips) / len(flips))
 
 
-def test_balance_does_not_depend_on_ranks_without_rows() -> None:
-    """Two of three ranks have rows; every rank names the same sums."""
+@pytest.mark.parametrize("mask_known", [False, True])
+def test_the_kept_mass_of_a_token_is_one_without_a_sampling_mask(mask_known: bool) -> None:
+    native = replace(scores(NOW), log_kept_mass=torch.tensor([[0.0, -0.1, -0.2, -0.3]]) if mask_known else None)
+    records = [make_record(num_prompt=2, num_sampled=3)]
+    flipped = flips_of(native, batch(), OneRank.moe_layer_ids)
+    tokens = _compare(OneRank(), batch(), records, native, scores(ROLLOUT), flipped)
+    summary = summarize(OneRank(), tokens, ProbeRows([batch()], [records], (), 1, 1, 1.0))
+    expected = [math.exp(-0.1 * n) if mask_known else 1.0 for n in (1, 2, 3)]
+    assert summary["probe/kept_mass_mean"] == pytest.approx(np.mean(expected))
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_balance_does_not_depend_on_ranks_without_rows(has_rows: bool) -> None:
+    """Two of three ranks have rows, or one; every rank names the same sums."""
 
     class OneOfThree(OneRank):
         data_size = 3
@@ -125,9 +142,12 @@ def test_balance_does_not_depend_on_ranks_without_rows() -> None:
             zeros = dict.fromkeys(sums, 0.0) if number != 0 else {"experts": 4.0, "ranks": 1.0}
             return {name: float(value) + zeros[name] for name, value in sums.items()}
 
-    found = load_balance(OneOfThree(), [batch()])
+    OneOfThree.told.clear()
+    found = load_balance(OneOfThree(), [batch()] * has_rows)
+    assert set(OneOfThree.told[1]) == {f"{layer}/{expert}" for layer in range(2) for expert in range(4)}
+    if not has_rows:
+        return
     # Layer 1 has sets {0, 1} four times; layer 3 thrice, and {2, 3} once. A mean is 2 of 8.
     assert found["routing/load_max_over_mean"] == pytest.approx((4 / 2 + 3 / 2) / 2)
     entropy = [np.log(2) / np.log(4), -(2 * 3 / 8 * np.log(3 / 8) + 2 / 8 * np.log(1 / 8)) / np.log(4)]
     assert found["routing/load_entropy"] == pytest.approx(np.mean(entropy))
-    assert set(OneOfThree.told[1]) == {f"{layer}/{expert}" for layer in range(2) for expert in range(4)}

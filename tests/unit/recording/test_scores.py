@@ -123,6 +123,10 @@ def test_scores_of_runs_on_other_numbers_of_ranks_are_not_joined(tmp_path: Path)
     write_scores(tmp_path, 1, [update(1)], data_rank=1, data_size=3)
     with pytest.raises(BundleError, match="it is of rank 1 of 3"):
         ScoresReader(tmp_path).read(1)
+    for rank in range(3):
+        write_scores(tmp_path, 1, [update(rank)], data_rank=rank, data_size=2)
+    with pytest.raises(BundleError, match=r"ranks \[0, 1, 2\]"):
+        ScoresReader(tmp_path).read(1)
 
 
 def test_a_step_that_was_not_recorded(tmp_path: Path) -> None:

@@ -161,6 +161,20 @@ def test_a_push_waits_for_answers_and_answers_wait_for_it(with_door: Any) -> Non
     with_door(work)
 
 
+def test_answers_that_are_held_wait_for_the_next_push_even_if_it_fails(with_door: Any) -> None:
+    async def work(client: Client, vllm: ScriptedVllm) -> None:
+        for version, status in ((1, 200), (2, 400)):
+            assert (await client.ask("/moe_trm/hold", {}))[0] == 200
+            answer = asyncio.create_task(client.version())
+            await asyncio.sleep(0.02)
+            assert not answer.done()
+            vllm.emptied = status == 200
+            assert (await client.push(version))[0] == status
+            assert await answer == ("1" if status == 200 else "none")
+
+    with_door(work)
+
+
 def test_an_abort_ends_what_a_push_waits_for(with_door: Any) -> None:
     async def work(client: Client, vllm: ScriptedVllm) -> None:
         vllm.may_answer.clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -101,12 +101,18 @@ def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
         assert found == {"rollout.server.extra_args"}
 
 
-def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backend_of("vllm")
+    monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: Path("/v/bin/python"))
     wide = config(tmp_path, SIZES | {"vocab_size": 5000}, sampling_mask={"mode": "keep"}, rollout={"top_p": 0.9})
     with pytest.raises(ConfigError, match="kept ids"):
         backend.check(wide)
     backend.check(config(tmp_path, SIZES | {"vocab_size": 5000}, rollout={"top_p": 0.9, "top_k": 64}))
+    monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: interpreter(str(tmp_path / ".venv")))
+    with pytest.raises(ConfigError, match="not installed"):
+        backend.check(config(tmp_path))
+    backend.check(config(tmp_path, rollout={"url": "http://127.0.0.1:9"}))
+    monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: Path("/v/bin/python"))
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     with pytest.raises(CheckpointError, match="quantised"):
         backend.check(config(tmp_path, SIZES | {"quantization_config": fp8}))
@@ -131,11 +137,13 @@ class ScriptedHttp:
 
     def __init__(self, served: object = None, pushed: object = None, answer: Any = None) -> None:
         self._served, self._pushed, self._answer = served, pushed, answer
+        self.asked: list[str] = []
 
     async def get(self, _: str) -> Any:
         return told(self._served)
 
-    async def post(self, _: str, body: object) -> Any:
+    async def post(self, path: str, body: object) -> Any:
+        self.asked.append(path)
         return told(self._pushed)
 
     async def request(self, *_: object) -> bytes:
@@ -215,3 +223,17 @@ def test_a_push_is_complete_when_every_worker_read_what_was_written(tmp_path: Pa
         load(push, HttpStatusError("refused", got="no safetensors files"))
     with pytest.raises(EngineLost):
         load(push, EngineLost("gone"))
+
+
+def test_the_server_is_held_before_samples_are_kept_for_it(tmp_path: Path) -> None:
+    push = pushed(tmp_path)
+    server = ScriptedHttp(pushed={"version": "1", "workers": []})
+
+    @contextmanager
+    def keeping() -> Iterator[None]:
+        server.asked.append("keeping")
+        yield
+        server.asked.append("kept")
+
+    asyncio.run(client().load(cast(EngineHttp, server), push, None, keeping()))
+    assert server.asked == ["/moe_trm/hold", "keeping", "/moe_trm/weights", "kept"]

@@ -52,6 +52,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "clip_cov": {"loss": {"name": "clip_cov", "parameters": {"share": 0.1, "low": 0.0, "high": 9.0, "seed": 3}}},
     "m2po_clip": {"loss": {"name": "m2po_clip", "parameters": {"budget": 0.01, "min_low": 0, "min_high": 0}}},
     "oapl": {"loss": {"name": "oapl"}, "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.2}}]}},
+    "dpo": {"loss": {"name": "dpo"}, "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.2}}]}},
     "quatro_query": {"loss": {"name": "quatro_query", "parameters": {"budget": 0.05}}},
     "r2vpo_clip": {
         "loss": {"name": "r2vpo_clip"},
@@ -77,6 +78,18 @@ def test_ranks_and_micro_batches_change_nothing(name: str, first: bool) -> None:
     assert_same(whole, parts)
     assert_same(whole, uneven)
     assert any(float(gradient.abs().sum()) > 0 for gradient in whole["gradients"].values())
+
+
+def test_a_loss_of_the_whole_minibatch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, sizes = losses.BoundLoss.__call__, list[int]()
+
+    def counted(bound: losses.BoundLoss, inputs: losses.LossInputs) -> losses.TokenLoss:
+        sizes.append(len(inputs.keep))
+        return compute(bound, inputs)
+
+    monkeypatch.setattr(losses.BoundLoss, "__call__", counted)
+    outcome(config(loss={"name": "kl_cov"}), ranks=1, micro_batch_rows=2)
+    assert [size for size in sizes if size] == [12]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"])

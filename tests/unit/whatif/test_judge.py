@@ -168,7 +168,7 @@ def test_the_command_tries_everything_and_says_it(tmp_path: Path, capsys: pytest
     names = [one["name"] for one in document["candidates"]]
     assert names[0] == "as trained"
     assert {"preset decoupled_geo_rs_seq_tis", "loss gspo", "loss espo"} <= set(names)
-    assert [one["name"] for one in document["candidates"] if one["refused"]] == ["loss espo", "loss rspo"]
+    assert [one["name"] for one in document["candidates"] if one["refused"]] == ["loss dpo", "loss espo", "loss rspo"]
     text = capsys.readouterr().out
     assert "verdict: The two engines disagree" in text
     assert main(["whatif", str(tmp_path), "--rules", "[{nam: icepop}]"]) == 2
