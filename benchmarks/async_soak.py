@@ -3,7 +3,8 @@
 `python -m benchmarks.async_soak [--steps 300] [--servers 2] [--eta 4] [--partial wait interrupt] [--json FILE]
 [key=value ...]` trains the tiny model of `soak_job` in `pipeline.mode=async`, once for each `--partial`. Servers are
 kept by `launch.rollout`. At random moments one is killed, or stopped for a while, or its keeper is stopped, or it gets
-long requests that nobody waits for. Weights are pushed after every step, so pushes meet all of that.
+long requests that nobody waits for, or all its connections are reset. Weights are pushed after every step, so pushes
+meet all of that.
 
 A run holds when it does all its steps, its books balance at every step, no sample is older than eta, no answer was
 malformed, and the engine ratio is rounding at every step. The last shows that what was trained on came from the weights

@@ -18,6 +18,7 @@ from pathlib import Path
 import orjson
 import psutil
 
+from benchmarks.cut_link import Link
 from launch.job import free_port
 from moe_trm.runtime.lifeline import signal_group
 
@@ -25,18 +26,24 @@ START_S = 600.0
 """Longest time in which a server is up, on a machine that others use."""
 PAUSE_S = (1.0, 25.0)
 """Shortest and longest pause; a keeper starts a server again that is silent for 10 s."""
-FAULTS = ("kill", "pause", "keeper", "requests")
-"""SIGKILL of a server, SIGSTOP of a server or of its keeper for a while, long requests that nobody waits for."""
+FAULTS = ("kill", "pause", "keeper", "requests", "reset")
+"""SIGKILL of a server, SIGSTOP of a server or of its keeper for a while, long requests that nobody waits for, a reset
+of every connection."""
 NUM_REQUESTS, REQUEST_TOKENS = 4, 400
 
 
 @dataclass
 class KeptServer:
-    """A server that `launch.rollout` keeps: it starts it again when it dies or hangs."""
+    """A server that `launch.rollout` keeps: it starts it again when it dies or hangs. It is asked through `link`."""
 
     keeper: psutil.Popen
-    url: str
+    link: Link
     key: str
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.link.url
 
     def processes(self) -> list[psutil.Process]:
         """The server's own, without watchers; none while it is being started again."""
@@ -90,6 +97,8 @@ class Disturber:
             server.keeper.send_signal(signal.SIGSTOP)
             self._over.wait(seconds)
             server.keeper.send_signal(signal.SIGCONT)
+        elif fault == "reset":
+            server.link.cut()
         else:
             for _ in range(NUM_REQUESTS):
                 threading.Thread(target=_abandoned_request, args=(server,), daemon=True).start()
@@ -118,6 +127,7 @@ def kept_servers(
                 server.keeper.wait(60)
             with suppress(psutil.NoSuchProcess):
                 server.keeper.kill()
+            server.link.close()
 
 
 @contextmanager
@@ -145,7 +155,7 @@ def _start(config: Path, settings: Sequence[str], key: str, log: Path) -> KeptSe
     while keeper.poll() is None and time.monotonic() < deadline:
         said = log.read_text()
         if "ready at " in said:
-            return KeptServer(keeper, said.partition("ready at ")[2].split()[0], key)
+            return KeptServer(keeper, Link(said.partition("ready at ")[2].split()[0]), key)
         time.sleep(0.2)
     keeper.kill()
     raise SystemExit(f"a rollout server did not start: {log.read_text()}")

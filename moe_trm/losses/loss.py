@@ -144,6 +144,5 @@ def loss(
 def _no_inputs() -> LossInputs:
     nothing, rows = torch.zeros(0, 1), torch.zeros(0)
     inputs = LossInputs.uncorrected(LogRatios(nothing, nothing, nothing, nothing.bool()), nothing, nothing)
-    by_row = {"rewards": rows, "group_ids": rows.long()}
-    by_token = dict.fromkeys(("entropy", "router_shift", "reference_logprobs"), nothing)
-    return replace(inputs, turn_ids=nothing.long(), **by_row, **by_token)
+    inputs = replace(inputs, turn_ids=nothing.long(), rewards=rows, group_ids=rows.long())
+    return replace(inputs, entropy=nothing, router_shift=nothing, reference_logprobs=nothing)

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import hmac
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -38,6 +39,7 @@ LAST_ANSWERS_S = 5.0
 """Time that requests in progress may take after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
 """Largest message that is accepted; the sender of a larger one is disconnected."""
+MOST_FILES = 1 << 16
 HEARTBEAT_MS, SILENCE_MS = 5_000, 60_000
 """Between two signs of life of a connection, and the longest time without one until it is made anew."""
 
@@ -282,6 +284,17 @@ def _log(line: str) -> None:
     print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {line}", file=sys.stderr, flush=True)
 
 
+def allow_connections() -> None:
+    """Raise the soft limit on open files of this process to `MOST_FILES`, as far as the hard one lets it.
+
+    Each request in flight, agent and connection takes one; many systems begin with 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _main(start: Start) -> None:
     """The controller's life. SIGTERM, by the rank that started it or its lifeline, closes what there is so far."""
     from moe_trm.rollout.build import build_controller
@@ -290,6 +303,7 @@ async def _main(start: Start) -> None:
     assert life is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
     _log(f"the controller begins (process {os.getpid()})")
+    allow_connections()
     config = Config.model_validate(start.config)
     controller = await build_controller(config, start.api_key)
     # All that was imported stays. Collections that go through it again stop the controller for a tenth of a second.

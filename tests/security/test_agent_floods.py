@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 import threading
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ import aiohttp
 import pytest
 
 from moe_trm.rollout.agents import server as agent_server
+from moe_trm.rollout.service import MOST_FILES, allow_connections
 from moe_trm.rollout.sessions.dialogue import Limits
 from tests.unit.rollout.agents.http_client import Refusal
 from tests.unit.rollout.agents.served import TOKENS, Served, run, speaker, user
@@ -163,3 +165,15 @@ def test_malformed_requests_do_not_fill_the_log(
 
     run(talk, SpeakingEngine(speaker("hello")))
     assert len([record for record in caplog.records if record.name == agent_server._http_log.name]) <= 2
+
+
+def test_the_controller_takes_as_many_connections_as_it_may() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 900), before[1]))
+        allow_connections()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == (min(hard, MOST_FILES) if hard >= 0 else MOST_FILES)
+        assert hard == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -108,7 +108,14 @@ def phases() -> frozenset[str]:
 def _families() -> Mapping[str, Sequence[str]]:
     """f-strings of the source and the names, or regular expressions of names, that they make."""
     causes, sets = ("engine", "staleness"), ("eval/", f"eval/{WORD}/")
-    answers: tuple[str, ...] = ("prompts", "accuracy", "reward", "length_mean", "finished_fraction")
+    answers: tuple[str, ...] = (
+        "prompts",
+        "accuracy",
+        "reward",
+        "length_mean",
+        "finished_fraction",
+        "answered_fraction",
+    )
     answers += (f"avg_at_{NUMBER}", f"pass_at_{NUMBER}", f"best_at_{NUMBER}")
     lows, margins = (1, *(edge + 1 for edge in POSITIONS)), pairwise([0, *MARGINS, "up"])
     return {

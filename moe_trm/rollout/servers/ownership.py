@@ -72,9 +72,9 @@ def label_of(version: int, run: str) -> str:
 
 
 def version_of(label: str, run: str) -> int:
-    """The version that a label names. Raises `RecordRejected` for one that no push of `run` gave."""
+    """The version that a label names. Raises `RecordRejected` for one that no push of `run`, or of any, gave."""
     found = _LABEL.fullmatch(label)
-    if found is None or (found[2] or "") != run or len(found[1]) > MAX_VERSION_DIGITS:
+    if found is None or (run and found[2] != run) or len(found[1]) > MAX_VERSION_DIGITS:
         raise RecordRejected(
             "version_unknown",
             "the engine serves weights that no push of this run gave it",

@@ -263,6 +263,8 @@ def test_weights_that_another_run_gave_are_not_believed(label: str) -> None:
         assert caught.value.reason == "version_unknown"
         answer["meta_info"]["weight_versions"][good_until]["version"] = "4-cafe"
         assert parse(answer, wanted).versions.tolist() == [4, 4]
+        # Before a run's first push, as where a server is only looked at, every push is one.
+        assert parse(answer, RequestedFields(routes=True, mask=False)).versions.tolist() == [4, 4]
 
 
 READ = ["finish_reason", "prompt_tokens", "output_token_logprobs", "weight_versions", "output_token_sampling_mask"]
