@@ -242,15 +242,14 @@ def build_pusher(
 ) -> Pusher:
     """The pusher of weights to the engine: through files, or by broadcast from this machine."""
     rounding = rounding_of(config.rollout, config.train, config.seed)
-    texts = fixed_texts(config, rounding)
+    texts = fixed_texts(config.rollout, config.sync, Path(config.model.checkpoint), rounding)
     if not access.pushes:
         return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding, texts=texts)
     return DiskPusher(learner, rollouts, Path(access.pushes), rounding, texts)
 
 
-def fixed_texts(config: Config, rounding: Rounding) -> FixedTexts:
+def fixed_texts(rollout: RolloutConfig, sync: SyncConfig, checkpoint: Path, rounding: Rounding) -> FixedTexts:
     """The texts that prove pushes by use, where the engine scores tokens."""
-    rollout, checkpoint = config.rollout, Path(config.model.checkpoint)
-    every = config.sync.prove_every if rollout.traits.scores_tokens else 0
+    every = sync.prove_every if rollout.traits.scores_tokens else 0
     differs = rollout.quantization is not None or rounding.fake is not None or bool(rounding.noises)
     return FixedTexts(ServedModel.from_checkpoint(checkpoint).vocab_size, every, scored=not differs)
