@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.evidence.collapse import RESAMPLES, area
-from benchmarks.evidence.router_noise import SMOOTHED, Course, smoothed
+from benchmarks.evidence.router_noise import SMOOTHED, Course, smoothed, told
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.quickstart.summary import read_metrics
@@ -69,9 +69,14 @@ class Steps:
         return "R3" in self.name
 
     @property
+    def course(self) -> Course:
+        """Its rewards and engine k3."""
+        return Course(tuple(self.series[REWARD]), tuple(self.series[K3]))
+
+    @property
     def turned(self) -> int | None:
         """The step at which the reward turned; None: it never did."""
-        return Course(tuple(self.series[REWARD]), tuple(self.series[K3])).turned
+        return self.course.turned
 
     def figure(self, name: str) -> NDArray[np.float64] | None:
         """Values from step `FIRST` on, higher before a turn as it was fixed; None: the run did not measure it."""
@@ -110,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in FIGURES
         if (row := judged(chosen, name, ahead, group)) is not None
     ]
-    turns: list[Row] = [{"run": run.name, "turned_at": run.turned or "never"} for run in runs]
-    report("Where each run turned; then how each figure foresees it", [*turns, *rows], args.json)
+    courses = [told(run.name, run.course) for run in runs]
+    report("The course of each run; then how each figure foresees that it turns", [*courses, *rows], args.json)
     return 0
 
 

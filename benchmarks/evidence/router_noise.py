@@ -109,20 +109,24 @@ def course(run: Path) -> Course:
 def rows(folder: Path) -> Iterator[Row]:
     """Every run of the folder, of other arms and seeds too."""
     for metrics in sorted(folder.glob("*-seed*/metrics.jsonl")):
-        own = course(metrics.parent)
-        reward, k3 = smoothed(own.rewards), smoothed(own.k3)
-        yield {
-            "run": metrics.parent.name,
-            "steps": len(own.rewards),
-            "reward_first": reward[0],
-            "reward_best": max(reward),
-            "reward_last": reward[-1],
-            "k3_first": k3[0],
-            "k3_last": k3[-1],
-            "k3_doubled_at": own.warned or "never",
-            "reward_turned_at": own.turned or "never",
-            "fate": own.fate,
-        }
+        yield told(metrics.parent.name, course(metrics.parent))
+
+
+def told(run: str, own: Course) -> Row:
+    """The course of a run in a row."""
+    reward, k3 = smoothed(own.rewards), smoothed(own.k3)
+    return {
+        "run": run,
+        "steps": len(own.rewards),
+        "reward_first": reward[0],
+        "reward_best": max(reward),
+        "reward_last": reward[-1],
+        "k3_first": k3[0],
+        "k3_last": k3[-1],
+        "k3_doubled_at": own.warned or "never",
+        "reward_turned_at": own.turned or "never",
+        "fate": own.fate,
+    }
 
 
 def verdict(none: Course, replayed: Course) -> tuple[list[str], bool]:

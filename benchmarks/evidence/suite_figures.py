@@ -71,23 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def joined(arm: Arm, earlier: Mapping[str, Any], suite: Suite, last: int) -> Arm:
     """The arm with the seeds that it lacks, as far as the earlier report has their figures of one metric."""
-    told: dict[str, dict[str, Any]] = {state["run"]: state for state in earlier["runs"]}
-    known = tuple(
-        RunState(run=s.run, arm=s.arm, seed=s.seed, **{key: told[s.run][key] for key in STATE})
-        if s.state != "finished" and s.run in told
-        else s
-        for s in arm.states
-    )
-    finished = [run.rpartition("-seed") for run, state in told.items() if state["state"] == "finished"]
-    rows: dict[int, dict[str, float]] = {int(seed): {"step": last} for name, _, seed in finished if name == arm.name}
-    row: Row = next((row for row in earlier["rows"] if row.get("arm") == arm.name), {})
+    states, rows = {state.seed: state for state in arm.states}, dict[int, dict[str, float]]()
+    for state in earlier["runs"]:
+        name, _, seed = state["run"].rpartition("-seed")
+        if name == arm.name and int(seed) not in arm.runs:
+            kept = {key: state[key] for key in STATE}
+            states[int(seed)] = RunState(run=state["run"], arm=name, seed=int(seed), **kept)
+        if name == arm.name and state["state"] == "finished":
+            rows[int(seed)] = {"step": last}
+    told: Row = next((row for row in earlier["rows"] if row.get("arm") == arm.name), {})
     for figure in (*suite.compared, *suite.beside):
-        own = str(row.get(f"{figure.name}_runs", "")).split()
+        own = str(told.get(f"{figure.name}_runs", "")).split()
         if figure.by is None and len(figure.metrics) == 1 and len(own) == len(rows):
-            for seed, value in zip(rows, own, strict=True):
-                rows[seed][figure.metrics[0]] = float(value)
-    runs = {seed: Run(Path(f"{arm.name}-seed{seed}"), {}, [own], ()) for seed, own in rows.items()} | dict(arm.runs)
-    return Arm(arm.name, dict(sorted(runs.items())), known, arm.evaluations)
+            for row, value in zip(rows.values(), own, strict=True):
+                row[figure.metrics[0]] = float(value)
+    runs = {seed: Run(Path(f"{arm.name}-seed{seed}"), {}, [row], ()) for seed, row in rows.items()} | dict(arm.runs)
+    ordered = tuple(states[seed] for seed in sorted(states))
+    return Arm(arm.name, dict(sorted(runs.items())), ordered, arm.evaluations)
 
 
 def values(arm: Arm, figure: Figure, late: int) -> dict[int, float]:

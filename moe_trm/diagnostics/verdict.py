@@ -7,6 +7,7 @@ another experiment. Thresholds are the field's (verl's guide to rollout correcti
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -16,7 +17,20 @@ from moe_trm.diagnostics.verdict_training import clipping, gradient, length, rew
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
 from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 
-__all__ = ["LENGTH_WINDOW", "RISING_STEPS", "Case", "Verdict", "escalation", "mask_hides_gap", "rising", "verdict"]
+__all__ = [
+    "LENGTH_WINDOW",
+    "RISING_STEPS",
+    "Case",
+    "Verdict",
+    "escalation",
+    "mask_hides_gap",
+    "nothing_trains",
+    "rising",
+    "verdict",
+]
+
+STALLED, STALLED_STEPS = 0.1, 3
+"""Share of tokens that corrections keep, below which steps in a row train nothing worth the name."""
 
 DECISIVE = ("optimizer/grad_norm", "reward/zero_variance_groups")
 """Measured by every step that trains: without these a calm mismatch says nothing about the run."""
@@ -71,6 +85,34 @@ def verdict(
         or signal(seen, settings)
     )
     return router(seen, settings) or of_training or reward(history) or servers(history) or _calm(seen)
+
+
+def nothing_trains(history: Sequence[Mapping[str, float]], settings: Settings = MappingProxyType({})) -> Verdict | None:
+    """Alarm where steps in a row keep hardly a token, or make no optimizer step: with the rule, the cause, its setting.
+
+    The advice is that of `verdict`, which knows what is set.
+    """
+    recent = history[-STALLED_STEPS:]
+    kept = [row.get("correction/kept_fraction", 1.0) for row in recent]
+    made = [row.get("optimizer/steps", 1.0) for row in recent]
+    stalled = [share < STALLED or steps == 0 for share, steps in zip(kept, made, strict=True)]
+    if len(recent) < STALLED_STEPS or not all(stalled):
+        return None
+    seen, cause = recent[-1], verdict(history, settings=settings)
+    own = {name: seen[name] for name in fnmatch.filter(seen, "correction/*/kept_fraction")}
+    evidence = pick(seen, "correction/kept_fraction", "optimizer/steps", "optimizer/empty")
+    if kept[-1] < STALLED:
+        why = f"corrections keep {kept[-1]:.1%} of the tokens"
+        if own:
+            strictest = min(own, key=lambda name: own[name])
+            why, evidence = (
+                f"{why}, {strictest.split('/')[1]} alone {own[strictest]:.1%}",
+                evidence | {strictest: own[strictest]},
+            )
+    else:
+        why = "no token that is kept has an advantage" if seen.get("optimizer/empty") else "no sample was left to train"
+    said = f"Nothing trains, for {STALLED_STEPS} steps or more: {why}. {cause.sentence}"
+    return Verdict("stalled", said, evidence, cause.config)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]], settings: Settings = MappingProxyType({})) -> Verdict | None:

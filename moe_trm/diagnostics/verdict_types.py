@@ -25,6 +25,7 @@ Case = Literal[
     "signal",
     "reward",
     "servers",
+    "stalled",
     "unclear",
 ]
 

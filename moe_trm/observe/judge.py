@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from moe_trm.diagnostics.remedies import Settings
-from moe_trm.diagnostics.verdict import LENGTH_WINDOW, mask_hides_gap, verdict
+from moe_trm.diagnostics.verdict import LENGTH_WINDOW, mask_hides_gap, nothing_trains, verdict
 
 
 class Judge:
@@ -26,10 +26,12 @@ class Judge:
         """Metrics of the verdict.
 
         `verdict` is the sentence, `verdict/case` its place in the decision tree, and `verdict/config` the setting that
-        acts on it, if there is one. An alarm about a correction comes first.
+        acts on it, if there is one. Alarms come first: nothing trains, or a
+        correction no longer sees the mismatch.
         """
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
-        found = mask_hides_gap(self._history, self._settings) or verdict(self._history, settings=self._settings)
+        alarm = nothing_trains(self._history, self._settings) or mask_hides_gap(self._history, self._settings)
+        found = alarm or verdict(self._history, settings=self._settings)
         if self._quantization and found.case == "precision":
             own = (
                 f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 "

@@ -148,9 +148,9 @@ class LivePanel(Sink):
 
     def _verdict(self) -> Text:
         setting = str(self._known.get("verdict/config", ""))
-        text = Text(
-            str(self._known.get("verdict", "No step has been judged yet.")), style="yellow" if setting else "green"
-        )
+        usual = "yellow" if setting else "green"
+        style = "bold red" if self._known.get("verdict/case") == "stalled" else usual
+        text = Text(str(self._known.get("verdict", "No step has been judged yet.")), style=style)
         return text.append(f" Try {setting}.") if setting else text
 
 

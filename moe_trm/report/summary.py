@@ -142,6 +142,6 @@ def sayings(run: Run) -> list[Saying]:
 
 
 def _state(row: Any) -> State:
-    if row.get("verdict/config") or row.get("verdict/case") == "servers":
+    if row.get("verdict/config") or row.get("verdict/case") in ("servers", "stalled"):
         return "bad"
     return "good" if "nothing needs to change" in row["verdict"] else "fair"

@@ -270,11 +270,13 @@ class ServerEngine:
 
     async def close(self) -> None:
         """Release connections and groups."""
-        await self._client.close()
-        await self._fleet.close()
-        if self._intake is not None:
-            await self._intake.close()
-        self._lease.release()
+        try:
+            await self._client.close()
+            await self._fleet.close()
+            if self._intake is not None:
+                await self._intake.close()
+        finally:
+            self._lease.release()
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights, and prove them: by checksum, and by use where that is due."""

@@ -16,6 +16,8 @@ from moe_trm import corrections, diagnostics
 from moe_trm.config import resolve
 from moe_trm.corrections import Evidence
 from moe_trm.diagnostics import Verdict, verdict
+from moe_trm.diagnostics.verdict import nothing_trains
+from moe_trm.observe.judge import Judge
 from moe_trm.ratios import LogRatios
 from tests.unit.diagnostics.test_verdict import typed
 
@@ -217,6 +219,30 @@ def test_a_calm_mismatch_is_not_all_that_decides_a_run(changes: dict[str, float]
     said = verdict([measured({}, seed=1) | changes])
     assert said.case == case
     assert "nothing needs to change" not in said.sentence
+
+
+def test_steps_that_train_nothing_are_an_alarm_with_its_cause() -> None:
+    """Whatever the mismatch is; what is set is not advised, and one such step is none."""
+    calm = measured({}, seed=1)
+    rejected = calm | {
+        "correction/kept_fraction": 0.02,
+        "correction/trm_max/kept_fraction": 0.02,
+        "correction/icepop/kept_fraction": 0.9,
+    }
+    empty = calm | {"optimizer/steps": 0.0, "optimizer/empty": 2.0, "reward/zero_variance_groups": 1.0}
+    assert nothing_trains([rejected, rejected]) is None
+    assert nothing_trains([rejected, calm, rejected]) is None
+    for bad, why in ((rejected, "keep 2.0% of the tokens, trm_max alone 2.0%"), (empty, "has an advantage")):
+        alarm = nothing_trains([calm, bad, bad, bad])
+        assert alarm is not None
+        assert alarm.case == "stalled"
+        assert alarm.sentence.startswith("Nothing trains")
+        assert why in alarm.sentence
+        cause = verdict([calm, bad, bad, bad])
+        assert alarm.sentence.endswith(cause.sentence)
+        assert alarm.config == cause.config
+    judge = Judge()
+    assert [judge.say(rejected)["verdict/case"] == "stalled" for _ in range(4)] == [False, False, True, True]
 
 
 def test_nothing_needs_to_change_only_with_evidence() -> None:
