@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -146,6 +146,8 @@ def _after(
     yield _requests(seen, len(measurements))
     if rollout.traits.has_weights:
         yield _push(sync, rollout)
+    if "weights/decode_gap" in seen:
+        yield _use(seen)
     yield Check(
         "replay",
         "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
@@ -177,6 +179,14 @@ def _push(sync: SyncConfig, rollout: RolloutConfig) -> Check:
         rounds = f"cannot be verified: the engine rounds what it is sent (rollout.quantization={rollout.quantization})"
         return Check("weight push", "warn", rounds)
     return Check("weight push", "warn", "not verified", "sync.verify=true")
+
+
+def _use(seen: Mapping[str, float]) -> Check:
+    """The proof by use. Where it fails, the probe's run does, and says why."""
+    learner = seen.get("weights/learner_gap")
+    scored = "" if learner is None else f", and its prefill differs from the learner by {learner:.2g}"
+    says = f"decoding differs from the same engine's prefill by {seen['weights/decode_gap']:.2g} nats a token{scored}"
+    return Check("proof by use", "ok", says)
 
 
 def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:

@@ -95,8 +95,9 @@ class Learner(Resumable, Protocol):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
-        """Forward without gradient.
+        """Forward without gradient, at the rollout's temperature or at `temperature`.
 
         `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a
         snapshot to score under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a

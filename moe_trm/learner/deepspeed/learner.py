@@ -74,10 +74,11 @@ class DeepSpeedLearner(LearnerBase):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
         self._engine.eval()
-        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
+        scoring_of = partial(Scoring.of, temperature=temperature or self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
             if replays(sources):

@@ -89,10 +89,11 @@ class MegatronLearner(LearnerBase):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
         self._train(False)
-        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
+        scoring_of = partial(Scoring.of, temperature=temperature or self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             channels, kept = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):

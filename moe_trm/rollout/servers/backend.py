@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
 
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config
@@ -21,6 +23,8 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,21 @@ class ServerClient(ABC):
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """As `load`, by a broadcast of the learner ranks. Asked where `EngineTraits.takes_broadcasts` is set."""
         raise SyncError("this engine takes no broadcasts", where=http.url)
+
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        """The `count` likeliest tokens after `token_ids`, none of them ending the answer, and their log-probs.
+
+        The log-probs are of decoding itself, at temperature 1, nats. Asked where `EngineTraits.scores_tokens` is set.
+        Raises `EngineError`.
+        """
+        raise NotImplementedError
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        """`[T - 1]` log-probs of the tokens after the first at temperature 1, nats, by one prefill of all tokens.
+
+        Nothing of the prefix cache is used. Asked where `EngineTraits.scores_tokens` is set. Raises `EngineError`.
+        """
+        raise NotImplementedError
 
     async def loaded(self, http: EngineHttp) -> None:  # noqa: B027 (most servers begin with the checkpoint's weights)
         """Check what shows only once the server has the weights of the run. Raises `EngineError`."""
