@@ -72,9 +72,11 @@ def test_as_a_teacher_it_gives_the_log_probs_of_what_it_sampled_itself(
         teacher = EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=60.0, max_attempts=1)
         sampler = TaughtSampler(Engine(), [teacher])
         made = (sampler.sample(prompt, sample_id=i, group_id=i) for i, prompt in enumerate(prompts(8)))
-        found = list(await asyncio.gather(*made))
+        try:
+            found = list(await asyncio.gather(*made))
+        finally:
+            await sampler.close()
         assert sampler.metrics()["teacher/repeat_abs_diff"] < 1e-4
-        await sampler.close()
         return found
 
     for record in with_engine(served_config, rollout_server, work):

@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"primary_metric": "eval/acuracy"}, "no run of these settings writes this metric - got eval/acuracy, expected"),
     ({"primary_metric": "eval/pass_at_8"}, "no run of these settings writes this metric"),
     ({"primary_metric": "engine/k9_kl"}, "got engine/k9_kl, expected engine/k3_kl"),
-    ({"evaluations": ["vllm"]}, "evaluations: no such rollout engine - got vllm"),
+    ({"evaluations": ["trtllm"]}, "evaluations: no such rollout engine - got trtllm"),
     ({"evaluations": ["learner", "learner"]}, "evaluations: given twice"),
     (
         {"evaluations": ["learner"], "overrides": ["train.export=false", "checkpoint.every=0"]},

@@ -114,7 +114,7 @@ def test_checks_import_no_engine() -> None:
 def test_packs_of_a_model_that_may_mix_them_are_refused() -> None:
     """A layer with a state, for instance, would carry one sequence into the next."""
     packed = config({}, batch={"layout": "packed"}, replay={"mode": "none"})
-    other = {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 8}
+    other = {"architectures": ["JambaForCausalLM"], "num_experts": 8}
     with pytest.raises(ConfigError, match="kept apart"):
         check_model(packed, other)
     check_model(packed, MOE)

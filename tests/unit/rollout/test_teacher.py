@@ -99,6 +99,22 @@ def test_what_the_teachers_own_noise_makes_is_measured() -> None:
     assert SCORED_TWICE > 1
 
 
+def test_zero_may_stand_for_the_last_id_and_for_no_other() -> None:
+    """SGLang writes it so."""
+
+    def cleared(which: Callable[[Sequence[int]], int]) -> Callable[[Entries], Entries]:
+        def change(entries: Entries) -> Entries:
+            taken = which([token for _, token, _ in entries])
+            return [[value, 0 if token == taken else token, None] for value, token, _ in entries]
+
+        return change
+
+    [found], _ = taught([Teacher(cleared(max))], 1)
+    assert isinstance(found, RolloutRecord)
+    [found], _ = taught([Teacher(cleared(lambda tokens: sorted(set(tokens))[-2]))], 1)
+    assert isinstance(found, EngineError)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [

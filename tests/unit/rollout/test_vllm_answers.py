@@ -113,7 +113,6 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "no label": ("malformed", lambda answer: answer.pop("weight_version")),
     "no push": ("version_unknown", lambda answer: answer.update(weight_version="none")),
     "a version beyond int32": ("version_unknown", lambda answer: answer.update(weight_version="9" * 10)),
-    "of another run": ("version_unknown", lambda answer: answer.update(weight_version="4-ab")),
     "two choices": ("malformed", lambda answer: answer["choices"].append(answer["choices"][0])),
     "unknown end": ("malformed", choice(lambda it: it.update(finish_reason="error"))),
     "another prompt": ("prompt_length", lambda answer: answer["usage"].update(prompt_tokens=4)),
@@ -162,6 +161,14 @@ def test_a_broken_answer_is_refused(name: str) -> None:
     with pytest.raises(RecordRejected) as caught:
         parse(answer)
     assert caught.value.reason == reason
+
+
+def test_weights_that_another_run_gave_are_not_believed() -> None:
+    wanted = replace(QUESTION, wanted=RequestedFields(routes=True, mask=True, run="cafe"))
+    assert set(parse(good() | {"weight_version": "4-cafe"}, wanted).versions) == {4}
+    with pytest.raises(RecordRejected) as caught:
+        parse(good() | {"weight_version": "4-ab"}, wanted)
+    assert caught.value.reason == "version_unknown"
 
 
 def test_bytes_that_are_no_answer_are_refused() -> None:

@@ -159,5 +159,6 @@ def evidence_on(device: torch.device) -> tuple[Evidence, Tensor]:
         router_shift=(behavior.abs() / 10).to(device),
         rewards=torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]).to(device),
         group_ids=torch.tensor([0, 0, 1, 1, 2]).to(device),
+        reference_logprobs=behavior.to(device),
     )
     return Evidence(ratios, advantages.to(device)).with_fields(known), leaf
