@@ -25,7 +25,8 @@ from moe_trm.rollout.servers.use_proof import BOUNDS
 def measured(checkpoint: Path, folder: Path, dtype: str, steps: int) -> Row:
     """The figures of one run."""
     folder.mkdir()
-    record_run(checkpoint, folder, steps, [f"rollout.server.dtype={dtype}", "sync.prove_every=1", "optimizer.lr=1e-3"])
+    settings = [f"rollout.server.dtype={dtype}", "sync.prove_every=1", "optimizer.lr=1e-3"]
+    record_run(checkpoint, folder, steps, [*settings, "rollout.server.startup_timeout_s=1200"])
     lines = (folder / "runs" / "short-run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     seen = [row for row in map(json.loads, lines) if "weights/decode_gap" in row]
     bounds, seconds = BOUNDS[dtype], [row["weights/proof_s"] for row in seen]

@@ -32,7 +32,7 @@ class EngineTraits:
         lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).
         awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
         scores_tokens: its servers decode greedily and score given tokens, so that pushes can be proved by use
-            (`ServerClient.decoded`, `ServerClient.prefilled`).
+            (`ServerBackend.decoded`, `ServerBackend.prefilled`).
         packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
             `Problem`s. Empty: none.

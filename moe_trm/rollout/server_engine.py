@@ -75,7 +75,7 @@ class ServerEngine:
                 self._run,
             )
         )
-        self._use = UseProof(self._client, bounds_of(server.dtype, config.learner.dtype))
+        self._use = UseProof(self._backend, bounds_of(server.dtype, config.learner.dtype))
         self._verify, self._patience_s = config.sync.verify, (server.startup_timeout_s, server.wait_s)
 
         def connect(url: str) -> EngineHttp:

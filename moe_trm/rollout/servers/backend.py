@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config
@@ -125,6 +126,32 @@ class ServerBackend(AnswerFormat):
     def client(self, requirements: Requirements) -> ServerClient:
         """The controller's side of a run."""
 
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        """The `count` likeliest tokens after `token_ids`, none of them ending the answer, and their log-probs.
+
+        The log-probs are of decoding itself, at temperature 1, nats. Asked where `EngineTraits.scores_tokens` is set.
+        Raises `EngineError`.
+        """
+        raise NotImplementedError
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        """`[T - 1]` log-probs of the tokens after the first at temperature 1, nats, by one prefill of all tokens.
+
+        Nothing of the prefix cache is used. Asked where `EngineTraits.scores_tokens` is set. Raises `EngineError`.
+        """
+        raise NotImplementedError
+
+    def writing_states(self, folder: Path) -> Sequence[str]:
+        """Arguments with which a server writes the hidden states of every pass into `folder`. Raises `ConfigError`."""
+        raise ConfigError("servers of this engine write no hidden states", where=f"config key {KEY}")
+
+    def hidden_states(self, folder: Path, token_ids: Sequence[int], num_layers: int) -> Mapping[str, Tensor]:
+        """`[T, D]` that a server so started wrote of the prefill of these tokens, named as by `stream_names`.
+
+        Raises `EngineError`.
+        """
+        raise NotImplementedError
+
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """The server's ids of a text, without special tokens; None where it does not say. Raises `EngineError`."""
         return None
@@ -169,21 +196,6 @@ class ServerClient(ABC):
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """As `load`, by a broadcast of the learner ranks. Asked where `EngineTraits.takes_broadcasts` is set."""
         raise SyncError("this engine takes no broadcasts", where=http.url)
-
-    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
-        """The `count` likeliest tokens after `token_ids`, none of them ending the answer, and their log-probs.
-
-        The log-probs are of decoding itself, at temperature 1, nats. Asked where `EngineTraits.scores_tokens` is set.
-        Raises `EngineError`.
-        """
-        raise NotImplementedError
-
-    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
-        """`[T - 1]` log-probs of the tokens after the first at temperature 1, nats, by one prefill of all tokens.
-
-        Nothing of the prefix cache is used. Asked where `EngineTraits.scores_tokens` is set. Raises `EngineError`.
-        """
-        raise NotImplementedError
 
     async def loaded(self, http: EngineHttp) -> None:  # noqa: B027 (most servers begin with the checkpoint's weights)
         """Check what shows only once the server has the weights of the run. Raises `EngineError`."""

@@ -330,18 +330,18 @@ class Fleet:
         self._unfit.add(server)
         if self._unfit == {*self.servers}:
             raise why
-        self._out_of_service(server, why)
+        self._fence(server, why)
 
-    def _out_of_service(self, server: RemoteServer, why: MoeTrmError) -> None:
-        if not server.fenced:
-            server.fence(f"{why.what} ({why.got})" if why.got is not None else why.what)
-            self.lost += 1
-        log.warning("rollout server %s is out of service: %s", server.http.url, why)
-
-    def _fence(self, server: RemoteServer, why: EngineError) -> None:
-        if server.fenced:
+    def _fence(self, server: RemoteServer, why: MoeTrmError) -> None:
+        """Take it out of service until it is repaired, or for good."""
+        unfit = server in self._unfit
+        if server.fenced and not unfit:
             return
-        self._out_of_service(server, why)
+        self.lost += not server.fenced
+        server.fence(f"{why.what} ({why.got})" if why.got is not None else why.what)
+        log.warning("rollout server %s is out of service: %s", server.http.url, server.why)
+        if unfit:
+            return
         if server in self._updates:
             self._updates[server].cancel()
         self._repairs[server] = asyncio.ensure_future(self._repair(server))

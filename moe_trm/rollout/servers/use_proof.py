@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_trm.errors import SyncError
-from moe_trm.rollout.servers.backend import Array, ServerClient
+from moe_trm.rollout.servers.backend import Array, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.sync.manifest import ScoredText
 
@@ -59,15 +59,15 @@ class UseProof:
     """Proves pushes by use, server by server.
 
     Args:
-        client: asks the servers.
+        backend: of the servers' engine, whose trait `scores_tokens` is set where pushes have texts.
         bounds: of the gaps.
 
     Attributes:
         decode_gap, learner_gap, seconds: of the last proof; None before it, and where the learner had no scores.
     """
 
-    def __init__(self, client: ServerClient, bounds: Bounds) -> None:
-        self._client, self._bounds = client, bounds
+    def __init__(self, backend: ServerBackend, bounds: Bounds) -> None:
+        self._backend, self._bounds = backend, bounds
         self._texts: tuple[ScoredText, ...] = ()
         self._due = False
         self.decode_gap: float | None = None
@@ -124,11 +124,11 @@ class UseProof:
         """The cause of a disagreement in words; empty: there is none."""
         started = time.perf_counter()
         answers = await asyncio.gather(
-            *(self._client.decoded(http, text.token_ids, NUM_TOKENS) for text in self._texts)
+            *(self._backend.decoded(http, text.token_ids, NUM_TOKENS) for text in self._texts)
         )
         prefills = await asyncio.gather(
             *(
-                self._client.prefilled(http, [*text.token_ids, *tokens.tolist()])
+                self._backend.prefilled(http, [*text.token_ids, *tokens.tolist()])
                 for text, (tokens, _) in zip(self._texts, answers, strict=True)
             )
         )

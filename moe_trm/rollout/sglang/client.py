@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from moe_trm.errors import EngineError
-from moe_trm.rollout.servers.backend import Array, Requirements, ServerClient
+from moe_trm.rollout.servers.backend import Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
-from moe_trm.rollout.sglang.given_tokens import greedy_tokens, scores_of
 from moe_trm.sync.manifest import Share, WeightPush
 
 
@@ -62,14 +61,6 @@ class SglangClient(ServerClient):
             await self._broadcast.join([share.meeting for share in shares])
         label = label_of(version, self._run)
         await self._broadcast.load(label, shares, dtype=self._dtype, verify=self._verify)
-
-    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
-        """See `greedy_tokens`."""
-        return await greedy_tokens(http, token_ids, count)
-
-    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
-        """See `scores_of`."""
-        return await scores_of(http, token_ids)
 
     async def loaded(self, http: EngineHttp) -> None:
         """See `ServerCheck.loaded`."""

@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers.backend import Array
-from moe_trm.rollout.sglang.api import EngineApi
+from moe_trm.rollout.servers.http import EngineHttp
 
 
-async def greedy_tokens(api: EngineApi, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
-    """See `ServerClient.decoded`."""
-    return await _asked(api, token_ids, {"max_new_tokens": count, "ignore_eos": True}, "output", count)
+async def greedy_tokens(http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+    """See `ServerBackend.decoded`."""
+    ids, logprobs = await _asked(http, token_ids, {"max_new_tokens": count, "ignore_eos": True}, "output")
+    if len(ids) != count:
+        raise EngineError("the rollout server ended early", where=http.url, got=f"{len(ids)} tokens", expected=count)
+    return np.array(ids, np.int64), logprobs
 
 
-async def scores_of(api: EngineApi, token_ids: Sequence[int]) -> Array:
-    """See `ServerClient.prefilled`. A prefill whose log-probs begin at the first token takes none from the cache."""
-    ids, logprobs = await _asked(api, token_ids, {"max_new_tokens": 1}, "input", len(token_ids), logprob_start_len=0)
+async def scores_of(http: EngineHttp, token_ids: Sequence[int]) -> Array:
+    """See `ServerBackend.prefilled`. A prefill whose log-probs begin at the first token takes none from the cache."""
+    given = [*token_ids]
+    told, logprobs = await _asked(http, given, {"max_new_tokens": 1}, "input", logprob_start_len=0)
     # SGLang writes 0 for the last id of the vocabulary, which it takes for the place of an image.
-    if any(got not in (own, 0) for got, own in zip(ids.tolist(), token_ids, strict=True)):
-        raise EngineError("the rollout server scored other tokens", got=ids.tolist(), expected=list(token_ids))
+    if told not in (given, [0 if token == max(given) else token for token in given]):
+        raise EngineError(
+            "the server's answer is not of the tokens that it was sent",
+            where=http.url,
+            got=f"log-probs of {len(told)} tokens",
+            expected=f"those of {len(given)} tokens",
+            fix="It has to be an SGLang server whose model has the policy's tokens.",
+        )
     return logprobs[1:]  # nothing comes before the first
 
 
 async def _asked(
-    api: EngineApi, token_ids: Sequence[int], params: Mapping[str, object], side: str, count: int, **more: int
-) -> tuple[Array, Array]:
-    """`count` ids and their log-probs, of the tokens that came in (`input`) or out (`output`)."""
+    http: EngineHttp, token_ids: Sequence[int], params: Mapping[str, object], side: str, **more: int
+) -> tuple[list[int], Array]:
+    """Ids and log-probs of the tokens that came in (`input`) or out (`output`); what has no log-prob has NaN."""
     sampling = {"temperature": 1.0, "top_k": 1, **params}
-    body = {"input_ids": list(token_ids), "sampling_params": sampling, "return_logprob": True, **more}
-    answer: Any = await api.post("/generate", body)
+    body = {"input_ids": [*token_ids], "sampling_params": sampling, "return_logprob": True, **more}
+    answer = await http.post("/generate", body)
     entries = answer.get("meta_info", {}).get(f"{side}_token_logprobs") or []
-    if len(entries) != count:
-        raise EngineError(
-            "the rollout server did not score every token", where="/generate", got=len(entries), expected=count
-        )
-    # SGLang has no log-prob for the first token that it is given.
     logprobs = np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float64)
-    return np.array([entry[1] for entry in entries], np.int64), logprobs
+    return [entry[1] for entry in entries], logprobs

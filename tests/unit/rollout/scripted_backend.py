@@ -96,6 +96,13 @@ class ScriptedBackend(ServerBackend):
     async def abort(self, http: EngineHttp) -> None:
         await http.post("/abort", {})
 
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        told = await http.post("/score", {"count": count, "decodes": True})
+        return np.full(count, SCRIPT[0][0]), np.array(told["logprobs"])
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        return np.array((await http.post("/score", {"count": len(token_ids) - 1, "decodes": False}))["logprobs"])
+
     def client(self, requirements: Requirements) -> ScriptedClient:
         return ScriptedClient(requirements.verify, requirements.run)
 
@@ -115,13 +122,6 @@ class ScriptedClient(ServerClient):
         if found != {entry.name: entry.digest for entry in push.tensors}:
             raise SyncError("files of the push differ from the learner's memory", where=push.directory)
         return found
-
-    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
-        told = await http.post("/score", {"count": count, "decodes": True})
-        return np.full(count, SCRIPT[0][0]), np.array(told["logprobs"])
-
-    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
-        return np.array((await http.post("/score", {"count": len(token_ids) - 1, "decodes": False}))["logprobs"])
 
     async def load(
         self,
@@ -196,7 +196,7 @@ class ScriptedServer(ThreadingHTTPServer):
     def score(self, asked: Any) -> dict[str, Any]:
         """Log-probs of tokens, one nat less with each version of the weights that decoding or prefill reads."""
         version = self.decoding if asked["decodes"] else self.weights
-        return {"logprobs": [LOGPROB - int(version)] * asked["count"]}
+        return {"logprobs": [LOGPROB - int(version.partition("-")[0])] * asked["count"]}
 
     def load(self, asked: Any) -> dict[str, Any]:
         """Read a push."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,12 @@ import pytest
 import torch
 
 from moe_trm.learner.protocol import Scores
-from moe_trm.rollout.servers.backend import Array, ServerClient
+from moe_trm.rollout.servers.backend import Array
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.use_proof import BOUNDS, NUM_TOKENS, Bounds, ServerUnfit, UseProof, bounds_of, cause
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.step.fixed_texts import FixedTexts
-from moe_trm.sync.manifest import ScoredText, WeightPush
+from moe_trm.sync.manifest import ScoredText
 from moe_trm.types import TokenBatch
 from tests.unit.doubles import StandInLearner
 
@@ -25,7 +25,7 @@ TEXTS = (ScoredText((1, 2, 3), (-1.0, -2.0)), ScoredText((4, 5), (-3.0,)))
 BOUND = Bounds(0.1, 0.1)
 
 
-class Weights(ServerClient):
+class Weights(SglangBackend):
     """A server that scores a token id i as -i, shifted by a number for prefill and one for decoding.
 
     `heals`: a second push mends it.
@@ -50,19 +50,6 @@ class Weights(ServerClient):
         self.pushes += 1
         if self._heals:
             self.prefill = self.decode = 0.0
-
-    async def check(self, http: EngineHttp) -> None: ...
-
-    def verified(self, push: WeightPush) -> Mapping[str, str]:
-        return {}
-
-    async def load(
-        self,
-        http: EngineHttp,
-        push: WeightPush,
-        expected: Awaitable[Mapping[str, str]] | None,
-        keeping: AbstractContextManager[None],
-    ) -> None: ...
 
 
 def prove(server: Weights, texts: Sequence[ScoredText] = TEXTS, *, broadcast: bool = False) -> UseProof:
