@@ -9,6 +9,7 @@ from pathlib import Path
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, CorrectionConfig, ModelConfig, ReplayConfig, RolloutConfig, SyncConfig
 from moe_trm.diagnostics.remedies import changes
+from moe_trm.doctor.bisect import bisect
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
@@ -54,11 +55,13 @@ def examine(
     tell: Callable[[Check], None],
     *,
     probe: bool = True,
+    bisecting: bool = False,
     kept: bool = True,
 ) -> Examination:
     """Examine everything; each check is told as soon as it is made.
 
-    The probe runs in `folder`, and only when nothing failed before it. `kept`: the folder is there afterwards.
+    The probe runs in `folder`, and only when nothing failed before it. `bisecting`: `bisect` in its place.
+    `kept`: the folder is there afterwards.
     """
     found = Examination()
 
@@ -76,6 +79,9 @@ def examine(
                 "not asked for" if found.healthy else "something above has to be repaired first",
             )
         )
+        return found
+    if bisecting:
+        add(attempt("bisect", lambda: bisect(config, folder)))
         return found
     try:
         probed = zero_update(config_path, overrides, config, folder)

@@ -25,8 +25,7 @@ class FixedTexts:
     """
 
     def __init__(self, vocab_size: int, every: int, *, scored: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(vocab_size, (NUM_TEXTS, NUM_TOKENS), generator=generator)
+        self._ids = fixed_ids(vocab_size)
         self._every, self._scored, self._pushes = every, scored, 0
 
     def take(self, learner: Learner) -> tuple[ScoredText, ...]:
@@ -36,14 +35,19 @@ class FixedTexts:
             return ()
         logprobs: list[list[float]] = [[]] * NUM_TEXTS
         if self._scored:
-            [scores] = learner.score([_batch(self._ids)], [Native()], temperature=1.0)
+            [scores] = learner.score([batch_of(self._ids)], [Native()], temperature=1.0)
             logprobs = scores.logprobs.double().tolist()
         return tuple(ScoredText(tuple(ids), tuple(own)) for ids, own in zip(self._ids.tolist(), logprobs, strict=True))
 
 
-def _batch(ids_BT: torch.Tensor) -> TokenBatch:
-    """The texts as a micro-batch whose every token but the first is scored; it is made of no records."""
-    every = torch.ones(NUM_TEXTS, NUM_TOKENS - 1, dtype=torch.bool)
+def fixed_ids(vocab_size: int) -> torch.Tensor:
+    """`[NUM_TEXTS, NUM_TOKENS]` ids of the texts."""
+    return torch.randint(vocab_size, (NUM_TEXTS, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def batch_of(ids_BT: torch.Tensor) -> TokenBatch:
+    """Texts as a micro-batch whose every token but the first is scored; it is made of no records."""
+    every = torch.ones(len(ids_BT), ids_BT.shape[1] - 1, dtype=torch.bool)
     zeros = torch.zeros(every.shape)
     return TokenBatch(
         input_ids=ids_BT[:, :-1],
@@ -55,7 +59,7 @@ def _batch(ids_BT: torch.Tensor) -> TokenBatch:
         versions=torch.full(every.shape, -1, dtype=torch.int32),
         turn_ids=torch.zeros(every.shape, dtype=torch.int16),
         advantages=zeros,
-        routes=(None,) * NUM_TEXTS,
+        routes=(None,) * len(ids_BT),
         kept_ids=None,
         kept_offsets=None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -65,6 +65,11 @@ class DeepSpeedLearner(LearnerBase):
         super().__init__(replayer, exporter, snapshots, training, DataGroup(dist.group.WORLD, device))
         self._engine, self._optimizer = engine, optimizer
         self._temperature, self._device, self._packed = temperature, device, packed
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """See `Learner.named_modules`."""
+        modules: Iterator[tuple[str, torch.nn.Module]] = self._engine.module.named_modules()
+        return modules
 
     @torch.no_grad()
     def score(

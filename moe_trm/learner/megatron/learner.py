@@ -5,9 +5,10 @@ Shape letters: B rows, R padded row length, C columns of this rank, P channels o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from megatron.core import parallel_state
@@ -80,6 +81,10 @@ class MegatronLearner(LearnerBase):
         self._modules = [module for chunk in wrapped for module in chunk.modules()]
         self._schedule = Schedule(wrapped, parts, replayer, device)
         self._has_gradients = True
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """See `Learner.named_modules`."""
+        return chain.from_iterable(chunk.named_modules() for chunk in self._chunks)
 
     @torch.no_grad()
     def score(
