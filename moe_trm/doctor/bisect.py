@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.doctor.checks import Check
@@ -59,7 +60,7 @@ def bisect(config: Config, folder: Path) -> Check:
     ids = fixed_ids(int(hf["vocab_size"]))[:1]
     served = served_states(config, folder, ids[0].tolist(), num_layers)
     alone = config.learner.model_copy(update={"parallel": ParallelConfig()})
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     try:
         learner = build_learner(config.model_copy(update={"learner": alone}))
         found = differences(served, learner_states(learner, ids, num_layers))

@@ -79,7 +79,7 @@ class TaughtSampler:
     async def _logprobs(self, server: EngineHttp, row: RolloutRecord) -> np.ndarray:
         """`[S]` float32 log-probs of the row's sampled tokens, by one prefill."""
         scored = await self._backend.prefilled(server, row.tokens.tolist())
-        logprobs = scored[row.sampled[1:]].astype(np.float32)  # the first token is never sampled
+        logprobs: np.ndarray = scored[row.sampled[1:]].astype(np.float32)  # the first token is never sampled
         if not np.isfinite(logprobs).all():
             raise RecordRejected(
                 "teacher_nan",

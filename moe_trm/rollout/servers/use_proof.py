@@ -39,7 +39,7 @@ class Bounds:
     learner: float
 
 
-BOUNDS = {"float32": Bounds(1e-3, 1e-3), "float16": Bounds(0.1, 0.1), "bfloat16": Bounds(0.25, 0.25)}
+BOUNDS = {"float32": Bounds(1e-3, 1e-3), "float16": Bounds(0.05, 0.1), "bfloat16": Bounds(0.1, 0.25)}
 """By the coarser arithmetic of engine and learner. They are wide, as a false alarm stops a run:
 `python -m benchmarks.use_proof` measures the gaps of clean runs."""
 

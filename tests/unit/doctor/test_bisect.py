@@ -84,7 +84,7 @@ def write(folder: Path, number: int, ids: Tensor, model: Model) -> None:
     torch.save(own, folder / f"Pass{number:05d}.pt")
 
 
-def bisected(folder: Path, change: Callable[[Model], Any], bound: float = 1e-6) -> Check:
+def bisected(folder: Path, change: Callable[[Any], Any], bound: float = 1e-6) -> Check:
     """The verdict on a server with one change."""
     served, own = Model(), Model()
     with torch.no_grad():
@@ -139,7 +139,9 @@ def test_the_pass_of_these_tokens_is_taken_and_no_other(tmp_path: Path) -> None:
 
 def test_a_norm_that_is_fused_with_the_next_operation_has_no_output_of_its_own() -> None:
     model = Model()
-    model.layers[0].input_layernorm = nn.Identity()
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+    layer.input_layernorm = nn.Identity()  # type: ignore[assignment]
     found = learner_states(Modules(model), IDS, LAYERS)
     assert "embedding" in found
     assert "layer 0: input norm" not in found
