@@ -7,8 +7,8 @@ process. The same command goes on from there. The last start runs to its end.
 
 The drill runs where no other program is (`benchmarks.apart`), so everything that it finds is the run's: processes,
 entries of /dev/shm, entries of `TMPDIR`, and files with the controller's key. The run holds when no process is left at
-any moment, no file is left where it was asked to stop, and none at all after the last start: what was killed cannot
-clean up, so the next start does. The exit status is 1 when it does not hold.
+any moment, and no file either, but where `moe-trm train` itself was killed: it cannot clean up then, so the next start
+does, and none is left after the last one. The exit status is 1 when it does not hold.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Moment:
     victim: str = "moe-trm train"
 
     @property
-    def asked(self) -> bool:
-        """True for a stop that lets the run clean up."""
-        return self.by != "SIGKILL"
+    def cleans(self) -> bool:
+        """True for a stop after which `moe-trm train` can clean up."""
+        return self.by != "SIGKILL" or self.victim != "moe-trm train"
 
 
 MOMENTS = (
@@ -185,7 +185,7 @@ def stopped(moment: Moment, run: subprocess.Popen[bytes], folder: Path) -> Row:
         raise SystemExit(f"{moment}: it did not end\n{(folder / 'run.log').read_text()[-4000:]}") from None
     ended = time.monotonic() - begun
     left = found(folder, LEFT_S)
-    holds = not left.processes and not (moment.asked and left.files)
+    holds = not left.processes and not (moment.cleans and left.files)
     by = moment.by + (f" of a {moment.victim}" if moment.victim != "moe-trm train" else "")
     return row_of(moment.name, by, ended, code, left, "holds" if holds else f"left: {told(left)}")
 
