@@ -18,7 +18,7 @@ from moe_trm.errors import RecordRejected, SyncError
 from moe_trm.rollout.intake.messages import IntakeSettings, WholeSample
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
-from moe_trm.rollout.servers.backend import Requirements, backend_of
+from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp
@@ -303,7 +303,7 @@ class ServerEngine:
             version = push.version
             small = keeps and sum(map(num_bytes, push.tensors)) <= KEPT_PUSH_BYTES
             keeping = self._fleet.keeping(server) if small else nullcontext()
-            await self._client.load(server.http, push, expected, keeping)
+            await self._client.load(server.http, Delivery(push, expected, keeping))
         await server.resume_memory("kv_cache")
         await self._client.loaded(server.http)
         return version
