@@ -28,7 +28,7 @@ from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.stream_names import around_norm
-from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.backend import ServerBackend, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.step.fixed_texts import batch_of, fixed_ids
@@ -82,15 +82,16 @@ def served_states(config: Config, folder: Path, token_ids: Sequence[int], num_la
     key = secrets.token_hex(16)
     server = start_server(config.model_copy(update={"rollout": rollout}), folder / "rollout.log", key)
     try:
-        asyncio.run(_prefill(config, server.url, key, token_ids))
+        http = EngineHttp(server.url, key, timeout_s=rollout.timeout_s, max_attempts=1)
+        asyncio.run(_prefill(backend, http, token_ids))
     finally:
         server.stop()
     return backend.hidden_states(states, token_ids, num_layers)
 
 
-async def _prefill(config: Config, url: str, key: str, token_ids: Sequence[int]) -> None:
-    async with EngineHttp(url, key, timeout_s=config.rollout.timeout_s, max_attempts=1) as http:
-        await backend_of(config.rollout.engine).prefilled(http, token_ids)
+async def _prefill(backend: ServerBackend, http: EngineHttp, token_ids: Sequence[int]) -> None:
+    async with http:
+        await backend.prefilled(http, token_ids)
 
 
 def learner_states(learner: Learner, ids_BT: Tensor, num_layers: int) -> Mapping[str, Tensor]:
