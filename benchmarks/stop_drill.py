@@ -150,6 +150,7 @@ def start(config: Path, folder: Path, steps: int) -> subprocess.Popen[bytes]:
     """`moe-trm train` as the leader of a group, as a shell starts it."""
     settings = [
         f"run_dir={folder}", f"name={NAME}", f"train.steps={steps}", "checkpoint.every=1", "task.reward=null",
+        "rollout.server.startup_timeout_s=900",
         f'rollout.agent=["python","{folder / "agent.py"}"]', "checkpoint.allow_changes=true", "train.eval_every=0",
     ]  # fmt: skip
     with (folder / "run.log").open("ab") as log:
