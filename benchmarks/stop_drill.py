@@ -1,9 +1,9 @@
 """Stops a real run at 14 moments, from its first instruction to its steps, and counts all that is left 10 s later.
 
 `python -m benchmarks.stop_drill [--only NUMBER ...] [--json FILE] [key=value ...]` trains the tiny model of `soak_job`
-with a server, two learner ranks, a controller and agents that are commands. Each of these starts a process in a session
-of its own, which nobody would find by its parent. `moe-trm train` is asked to stop (SIGTERM, Ctrl-C), is killed, or loses a
-process. The same command goes on from there. The last start runs to its end.
+with a server, two learner ranks, a controller and agents that are commands. Each of these starts a process in a
+session of its own, which nobody would find by its parent. `moe-trm train` is asked to stop (SIGTERM, Ctrl-C), is
+killed, or loses a process. The same command goes on from there. The last start runs to its end.
 
 The drill runs where no other program is (`benchmarks.apart`), so everything that it finds is the run's: processes,
 entries of /dev/shm, entries of `TMPDIR`, and files with the controller's key. The run holds when no process is left at
