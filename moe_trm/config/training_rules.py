@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from moe_trm.config import pipeline_layout
+from moe_trm.config.correction_rules import loss_facts, preset_of
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import (
@@ -39,6 +40,7 @@ def refusals(config: Config) -> list[Problem]:
         *_kl(config.kl, config.advantage, config.batch),
         *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
+        *_layer_noise(config),
     ]
 
 
@@ -245,4 +247,19 @@ def _parallel(learner: LearnerConfig) -> Iterator[Problem]:
             got=f"{parallel.expert_tensor} with learner.parallel.tensor={parallel.tensor}",
             expected=f"a divisor of {parallel.tensor}",
             fix="use learner.parallel.expert",
+        )
+
+
+def _layer_noise(config: Config) -> Iterator[Problem]:
+    """The perturbed policy is compared with what sampled, never with an anchor that is not perturbed."""
+    preset = preset_of(config.correction)
+    chosen = loss_facts(config.loss, preset)
+    bypass = (preset is not None and preset.bypass) or config.pipeline.recovery == "bypass"
+    if config.learner.layer_noise.sigma and not (bypass or (chosen and "engine" in chosen.contains)):
+        yield Problem(
+            "learner.layer_noise.sigma",
+            "only updates are perturbed, so current / proximal would be the noise",
+            got=f"{config.learner.layer_noise.sigma} with correction.preset={config.correction.preset}",
+            expected="0, or current / rollout as the one ratio",
+            fix="choose a bypass_* preset",
         )

@@ -24,6 +24,7 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.lora.base import Identity, base_checksum
 from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
@@ -35,6 +36,7 @@ from moe_trm.models.registry import find_family
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
+from routing.hf_blocks import body_of
 
 
 def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
@@ -95,7 +97,16 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         temperature=config.rollout.temperature,
         device=device,
         packed=packed,
+        noise=_layer_noise(policy, config, device),
     )
+
+
+def _layer_noise(policy: HfPolicy, config: Config, device: torch.device) -> LayerNoise | None:
+    settings = config.learner.layer_noise
+    if not settings.sigma:
+        return None
+    layers = dict(enumerate(body_of(policy.causal).layers))
+    return LayerNoise(layers, len(layers), settings, config.seed, device)
 
 
 def close_learner() -> None:
