@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,27 @@ from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
 from tests.integration.learner_support.ranks import Ranks, run_ranks
-from tests.integration.learner_support.tiny import SHAPE, load_reference, make_checkpoint
+from tests.integration.learner_support.tiny import load_reference, make_checkpoint
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
-SIGMA, LAYERS = 0.05, SHAPE["num_hidden_layers"]
+SIGMA, LAYERS = 0.05, 3
 LR = 0.1
-PLAIN = {"backend=megatron:tensor=2:expert=2": "recompute=full", "backend=deepspeed:stage=2": "recompute=full"}
-"""Runs, and what may not change their noise."""
-SHARED = (
-    "backend=megatron:expert=2",
+TENSOR, ZERO = "backend=megatron:tensor=2:expert=2", "backend=deepspeed:stage=2"
+AGAIN = {TENSOR: f"{TENSOR}:recompute=full", ZERO: f"{ZERO}:recompute=full"}
+"""Runs, and the same where backward computes the layers again."""
+FEW = (TENSOR, AGAIN[TENSOR], "backend=deepspeed:stage=2:layout=packed:recompute=full")
+DATA = "backend=megatron:expert=2"
+MORE = (
+    DATA,
+    ZERO,
+    AGAIN[ZERO],
     "backend=megatron:context=2:layout=packed",
     "backend=megatron:pipeline=2:first_stage_layers=1",
     "backend=deepspeed:stage=3:layout=packed",
 )
-FLOAT16 = ("backend=megatron:expert=2:dtype=float16:scale=256", "backend=deepspeed:stage=2:dtype=float16:scale=256")
-EXACT = (*PLAIN, *(f"{run}:{more}" for run, more in PLAIN.items()), *SHARED)
+FLOAT16 = (f"{DATA}:dtype=float16:scale=256", f"{ZERO}:dtype=float16:scale=256")
+EXACT = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)]
+Finished = Callable[[str], dict[str, Tensor]]
 SCRIPT = Path(__file__).parent / "learner_support" / "perturbed.py"
 
 
@@ -37,9 +44,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [noisy(run) for run in (*EXACT, *FLOAT16)]
-    return run_ranks(tmp_path_factory.mktemp("ranks"), checkpoint, 2, *runs, script=SCRIPT)
+def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """What the ranks of a run saved; what several of them have is the same."""
+
+    @cache
+    def done(runs: tuple[str, ...]) -> Ranks:
+        names = [f"{run}:noise={SIGMA}" for run in runs]
+        return run_ranks(tmp_path_factory.mktemp("ranks"), checkpoint, 2, *names, script=SCRIPT)
+
+    def saved(run: str) -> dict[str, Tensor]:
+        ranks = done(FEW if run in FEW else (*MORE, *FLOAT16))
+        first, second = (ranks.saved(f"{run}:noise={SIGMA}", "found", rank) for rank in range(2))
+        for name in first.keys() & second.keys():
+            torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6)
+        return first | second
+
+    return saved
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +97,9 @@ def logprobs_of(model: Any, number: int) -> Tensor:
     return torch.zeros(batch.mask.shape, dtype=torch.float64).masked_scatter(batch.mask, own)
 
 
-def noisy(run: str) -> str:
-    return f"{run}:noise={SIGMA}"
-
-
-def merged(finished: Ranks, run: str) -> dict[str, Tensor]:
-    """What either rank saved; what both have is the same."""
-    parts = [finished.saved(noisy(run), "found", rank) for rank in range(2)]
-    for name in parts[0].keys() & parts[1].keys():
-        torch.testing.assert_close(parts[0][name], parts[1][name], rtol=1e-5, atol=1e-6)
-    return parts[0] | parts[1]
-
-
 @pytest.mark.parametrize("run", EXACT)
-def test_updates_are_perturbed_and_scores_are_not(finished: Ranks, by_hand: dict[str, Tensor], run: str) -> None:
-    found = merged(finished, run)
+def test_updates_are_perturbed_and_scores_are_not(finished: Finished, by_hand: dict[str, Tensor], run: str) -> None:
+    found = finished(run)
     for name, expected in by_hand.items():
         torch.testing.assert_close(found[name].double(), expected, rtol=2e-4, atol=2e-5, msg=f"{run}, {name}")
     assert all((by_hand[f"known.logprobs.{n}"] - by_hand[f"scored.{n}"]).abs().max() > 0.02 for n in range(NUM_BATCHES))
@@ -101,30 +109,32 @@ def test_updates_are_perturbed_and_scores_are_not(finished: Ranks, by_hand: dict
     assert float(found["known.mean"]) == pytest.approx(float(found["known.log_sigma"].exp().mean()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", FLOAT16)
-def test_the_loss_scale_is_not_in_the_gradient(finished: Ranks, by_hand: dict[str, Tensor], run: str) -> None:
-    found = merged(finished, run)
+def test_the_loss_scale_is_not_in_the_gradient(finished: Finished, by_hand: dict[str, Tensor], run: str) -> None:
+    found = finished(run)
     torch.testing.assert_close(found["known.gradient"].double(), by_hand["known.gradient"], rtol=0.1, atol=0.02)
 
 
 @pytest.mark.parametrize("run", EXACT)
-def test_noise_differs_by_step_and_comes_again_after_a_resumption(finished: Ranks, run: str) -> None:
-    found = merged(finished, run)
+def test_noise_differs_by_step_and_comes_again_after_a_resumption(finished: Finished, run: str) -> None:
+    found = finished(run)
     for name in ("norm", "gradient", "log_sigma"):
         torch.testing.assert_close(found[f"again.{name}"], found[f"drawn.{name}"], rtol=1e-4, atol=1e-6)
         assert not torch.allclose(found[f"other.{name}"], found[f"drawn.{name}"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("run", PLAIN)
-def test_layers_that_are_computed_again_get_the_same_noise(finished: Ranks, run: str) -> None:
-    kept, again = merged(finished, run), merged(finished, f"{run}:{PLAIN[run]}")
+@pytest.mark.parametrize("run", [TENSOR, pytest.param(ZERO, marks=pytest.mark.slow)])
+def test_layers_that_are_computed_again_get_the_same_noise(finished: Finished, run: str) -> None:
+    kept, again = finished(run), finished(AGAIN[run])
     for name in ("drawn.norm", "drawn.gradient", "other.gradient"):
         torch.testing.assert_close(again[name], kept[name], rtol=1e-4, atol=1e-6)
 
 
-def test_ranks_draw_apart(finished: Ranks) -> None:
+@pytest.mark.slow
+def test_ranks_draw_apart(finished: Finished) -> None:
     """With like rows on both ranks, like noise would give like changes."""
-    found = merged(finished, "backend=megatron:expert=2")
+    found = finished(DATA)
     first, second = (found[f"drawn.logprobs.{n}"] - found[f"scored.{n}"] for n in range(2))
     width = min(first.shape[1], second.shape[1])
     assert not torch.allclose(first[:, :width], second[:, :width], atol=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,8 +106,8 @@ def _layer_noise(policy: HfPolicy, config: Config, device: torch.device) -> Laye
     settings = config.learner.layer_noise
     if not settings.sigma:
         return None
-    layers = dict(enumerate(body_of(policy.causal).layers))
-    return LayerNoise(layers, len(layers), settings, config.seed, device)
+    body: Any = body_of(policy.causal)
+    return LayerNoise(dict(enumerate(body.layers)), len(body.layers), settings, config.seed, device)
 
 
 def close_learner() -> None:
