@@ -6,8 +6,6 @@ Needs a browser on the machine (Debian: `apt-get install chromium-headless-shell
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,21 +21,8 @@ from tests.unit.rollout.agents.made_sessions import sample_of
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, ViewportSize
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PHONE: ViewportSize = {"width": 360, "height": 740}
 DESK: ViewportSize = {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium-headless-shell")
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=path)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
