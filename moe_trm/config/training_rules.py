@@ -13,11 +13,14 @@ from moe_trm.config.schema import (
     AdvantageConfig,
     BatchConfig,
     Config,
+    CorrectionConfig,
     KlConfig,
+    LayerNoiseConfig,
     LearnerConfig,
     LossConfig,
     OptimizerConfig,
     PipelineConfig,
+    Recovery,
     ReplayConfig,
     TrainConfig,
 )
@@ -40,7 +43,7 @@ def refusals(config: Config) -> list[Problem]:
         *_kl(config.kl, config.advantage, config.batch),
         *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
-        *_layer_noise(config),
+        *_layer_noise(config.learner.layer_noise, config.correction, config.loss, config.pipeline.recovery),
     ]
 
 
@@ -250,16 +253,18 @@ def _parallel(learner: LearnerConfig) -> Iterator[Problem]:
         )
 
 
-def _layer_noise(config: Config) -> Iterator[Problem]:
+def _layer_noise(
+    noise: LayerNoiseConfig, correction: CorrectionConfig, loss: LossConfig, recovery: Recovery
+) -> Iterator[Problem]:
     """The perturbed policy is compared with what sampled, never with an anchor that is not perturbed."""
-    preset = preset_of(config.correction)
-    chosen = loss_facts(config.loss, preset)
-    bypass = (preset is not None and preset.bypass) or config.pipeline.recovery == "bypass"
-    if config.learner.layer_noise.sigma and not (bypass or (chosen and "engine" in chosen.contains)):
+    preset = preset_of(correction)
+    chosen = loss_facts(loss, preset)
+    bypass = (preset is not None and preset.bypass) or recovery == "bypass"
+    if noise.sigma and not (bypass or (chosen and "engine" in chosen.contains)):
         yield Problem(
             "learner.layer_noise.sigma",
             "only updates are perturbed, so current / proximal would be the noise",
-            got=f"{config.learner.layer_noise.sigma} with correction.preset={config.correction.preset}",
+            got=f"{noise.sigma} with correction.preset={correction.preset}",
             expected="0, or current / rollout as the one ratio",
             fix="choose a bypass_* preset",
         )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_trm.config.learning_rate import learning_rate
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LayerNoiseConfig
 from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.lora import DeepSpeedAdapters, add_adapters
@@ -98,16 +98,15 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         temperature=config.rollout.temperature,
         device=device,
         packed=packed,
-        noise=_layer_noise(policy, config, device),
+        noise=_layer_noise(policy, config.learner.layer_noise, config.seed, device),
     )
 
 
-def _layer_noise(policy: HfPolicy, config: Config, device: torch.device) -> LayerNoise | None:
-    settings = config.learner.layer_noise
+def _layer_noise(policy: HfPolicy, settings: LayerNoiseConfig, seed: int, device: torch.device) -> LayerNoise | None:
     if not settings.sigma:
         return None
     body: Any = body_of(policy.causal)
-    return LayerNoise(dict(enumerate(body.layers)), len(body.layers), settings, config.seed, device)
+    return LayerNoise(dict(enumerate(body.layers)), len(body.layers), settings, seed, device)
 
 
 def close_learner() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import package_info, parallel_state, tensor_parallel
 
 from moe_trm.config.learning_rate import learning_rate
-from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.config.schema import Config, LayerNoiseConfig, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_form import ExportForm
@@ -108,17 +108,18 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         device=device,
         computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
         frozen_base=wanted is not None,
-        noise=_layer_noise(chunks, config, device),
+        noise=_layer_noise(chunks, config.learner.layer_noise, config.seed, device),
     )
 
 
-def _layer_noise(chunks: Sequence[PolicyModel], config: Config, device: torch.device) -> LayerNoise | None:
-    settings = config.learner.layer_noise
+def _layer_noise(
+    chunks: Sequence[PolicyModel], settings: LayerNoiseConfig, seed: int, device: torch.device
+) -> LayerNoise | None:
     if not settings.sigma:
         return None
     layers = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    return LayerNoise(layers, chunks[0].config.num_layers, settings, config.seed, device, tracker)
+    return LayerNoise(layers, chunks[0].config.num_layers, settings, seed, device, tracker)
 
 
 def close_learner() -> None:
