@@ -132,8 +132,8 @@ class LossScaleConfig(Section):
 class LayerNoiseConfig(Section):
     """Learned noise in updates (ALP): N(0, sigma^2) on the input of every decoder layer, with a sigma for each of them.
 
-    Only updates are perturbed. The perturbed policy is the numerator of current / rollout, so it needs a preset
-    `bypass_*`. Try 1e-3, or a hundredth of what hidden states usually are.
+    Only updates are perturbed, so `update/first_nonzero_fraction` is not 0. The perturbed policy is the numerator of
+    current / rollout, so it needs a preset `bypass_*`. Try 1e-3, or a hundredth of what hidden states usually are.
     """
 
     sigma: Annotated[float, Field(ge=0)] = 0.0
