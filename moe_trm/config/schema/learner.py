@@ -138,7 +138,7 @@ class LayerNoiseConfig(Section):
 
     sigma: Annotated[float, Field(ge=0)] = 0.0
     """Sigma of every layer at the start; 0: no noise. Their mean is `optimizer/layer_noise`."""
-    lr: Annotated[float, Field(ge=0)] = 5e-4
+    sigma_lr: Annotated[float, Field(ge=0)] = 5e-4
     """Learning rate of log sigma, by an Adam of its own, without warm-up, schedule or clipping; 0: sigma stays."""
 
 
