@@ -22,6 +22,7 @@ _KEY = re.compile(r"[+~]{0,2}([A-Za-z_][\w/@]*(?:\.[\w/@-]+)*)=(.*)", re.DOTALL)
 _HYDRA = re.compile(r"(--config-(?:name|path|dir))=(.*)", re.DOTALL)
 _MAIN = re.compile(r"verl\.|main_\w+|(^|/)main\w*\.py$")
 _TRAINER = re.compile(r"(^|/)train\w*\.py$")
+_TRL = re.compile(r"(^|/)(trl|train\w*|grpo\w*)(\.py)?$")
 _SCRIPT = re.compile(r"[^=]+\.(sh|bash)")
 _REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -45,6 +46,30 @@ def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSe
         read = list(_hydra_words(_words(path, _MAIN)))
     more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]
     return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
+
+
+def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
+    """TRL's settings by name: from a YAML file, or a list of `--name value`. `words` are further ones, which win.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    is_yaml = path.suffix in (".yaml", ".yml")
+    read = [] if not is_yaml else [_composed(key, value, "") for key, value in read_plain(path).items()]
+    listed = list(_flags(_words(path, _TRL), _TRL)) if not is_yaml else []
+    more = list(_flags([Word(word, 0) for word in words]))
+    return merged(read + [_single(one) for one in listed if one.key != "train.py"]) | merged(
+        [_at(_single(one), ARGUMENTS) for one in more]
+    )
+
+
+def _single(setting: ForeignSetting) -> ForeignSetting:
+    """A flag's words as one value: true for a switch, a list for several."""
+    if setting.unread:
+        return setting
+    values = [yaml_value(word) for word in setting.value]
+    value = True if not values else values[0] if len(values) == 1 else values
+    return ForeignSetting(setting.key, value, setting.place, setting.shown)
 
 
 def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
@@ -159,13 +184,13 @@ def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
         yield ForeignSetting(word.text, None, _place(word), word.text, "its settings are not in this file")
 
 
-def _flags(words: Sequence[Word]) -> Iterator[ForeignSetting]:
+def _flags(words: Sequence[Word], starts: re.Pattern[str] = _TRAINER) -> Iterator[ForeignSetting]:
     known = {word.holder for word in words if word.holder}
     groups = []
     for number in dict.fromkeys(word.command for word in words):
         mine = [word for word in words if word.command == number]
         if not mine[0].holder and not mine[0].text.startswith("--"):
-            at = next((index for index, word in enumerate(mine) if _TRAINER.search(word.text)), None)
+            at = next((index for index, word in enumerate(mine) if starts.search(word.text)), None)
             if at is None:
                 continue
             program, mine = mine[at], mine[at + 1 :]
