@@ -20,7 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from launch.hosts import Host
+from launch.hosts import Host, push_place
 from moe_trm.checkpoint.history import ALL_DONE, begin, is_done, only_trainer
 from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.resumption import Checkpoints
@@ -226,13 +226,11 @@ def connect(
 def push_folder(sync: SyncConfig, rollout: RolloutConfig, run_dir: Path, host: Host) -> Scratch | None:
     """The folder of the weight pushes, which the first rank makes and removes; None where they are broadcast.
 
-    It is made in `sync.dir`, else in shared memory where there is one. Ranks on several machines share the run's
-    folder. A recording takes no broadcasts, and would let the ranks wait.
+    A recording takes no broadcasts, and would let the ranks wait.
     """
     if sync.method == "distributed" and rollout.traits.takes_broadcasts:
         return None
-    shared = Path("/dev/shm")
-    return Scratch(Path(sync.dir) if sync.dir else shared if host.alone and shared.is_dir() else run_dir)
+    return Scratch(push_place(sync, run_dir, alone=host.alone))
 
 
 def build_pusher(

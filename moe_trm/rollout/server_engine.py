@@ -18,7 +18,7 @@ from moe_trm.errors import RecordRejected, SyncError
 from moe_trm.rollout.intake.messages import IntakeSettings, WholeSample
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
-from moe_trm.rollout.servers.backend import Requirements, backend_of
+from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp
@@ -281,7 +281,7 @@ class ServerEngine:
             await self._receive(server, *self._shares)
         elif self._push is not None:
             push, expected = self._push
-            await self._client.load(server.http, push, expected, self._keeping(server, push))
+            await self._client.load(server.http, Delivery(push, expected, self._keeping(server, push)))
             server.version = push.version
         await server.resume_memory("kv_cache")
         await self._client.loaded(server.http)

@@ -63,6 +63,21 @@ class Requirements:
     run: str = ""
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """Weights on their way to one server.
+
+    Attributes:
+        push: their folder and version.
+        expected: digests of `ServerClient.verified`; None: no proof is wanted.
+        keeping: entered once the server is paused, and left when its weights are proved and it may go on.
+    """
+
+    push: WeightPush
+    expected: Awaitable[Mapping[str, str]] | None
+    keeping: AbstractContextManager[None]
+
+
 class ServerBackend(AnswerFormat):
     """The dialect of one engine's servers. Made without arguments in every process that needs it, and without state.
 
@@ -149,17 +164,10 @@ class ServerClient(ABC):
         """
 
     @abstractmethod
-    async def load(
-        self,
-        http: EngineHttp,
-        push: WeightPush,
-        expected: Awaitable[Mapping[str, str]] | None,
-        keeping: AbstractContextManager[None],
-    ) -> None:
-        """Make one server serve `push`, with an empty prefix cache, and prove it.
+    async def load(self, http: EngineHttp, delivery: Delivery) -> None:
+        """Make one server serve a push, with an empty prefix cache, and prove it.
 
-        `expected`: of `verified`; None: no proof is wanted. `keeping`: entered once the server is paused, and left when
-        its weights are proved and it may go on. Raises `SyncError`; `EngineLost` where it cannot be reached.
+        Raises `SyncError`; `EngineLost` where it cannot be reached.
         """
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:

@@ -14,8 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend, ServerClient
+from moe_trm.rollout.servers.backend import Delivery, Launch, Requirements, ServerBackend, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of, version_of
 from moe_trm.rollout.servers.question import Question
@@ -116,18 +116,13 @@ class ScriptedClient(ServerClient):
             raise SyncError("files of the push differ from the learner's memory", where=push.directory)
         return found
 
-    async def load(
-        self,
-        http: EngineHttp,
-        push: WeightPush,
-        expected: Awaitable[Mapping[str, str]] | None,
-        keeping: AbstractContextManager[None],
-    ) -> None:
+    async def load(self, http: EngineHttp, delivery: Delivery) -> None:
+        push = delivery.push
         try:
-            with keeping:
+            with delivery.keeping:
                 label = label_of(push.version, self._run)
                 told = await http.post("/load", {"folder": push.directory, "version": label})
-                if expected is not None and told["digests"] != await expected:
+                if delivery.expected is not None and told["digests"] != await delivery.expected:
                     raise SyncError("the server read other tensors than the learner wrote", where=http.url)
                 if told["weights"] != label:
                     raise SyncError("the server labels its weights with another version", got=told["weights"])
