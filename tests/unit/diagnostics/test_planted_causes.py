@@ -413,6 +413,13 @@ def test_what_is_set_already_is_not_advised(parts: dict[str, Plant], settings: d
     assert bool(config) == bool(said.config)
 
 
+@pytest.mark.parametrize(("solved", "case"), [(0.62, "learned"), (0.3, "signal"), (0.0, "signal")])
+def test_a_run_that_has_learned_its_task_is_told_so(solved: float, case: str) -> None:
+    said = verdict([measured({}, seed=1) | {"reward/zero_variance_groups": 0.62, "reward/solved_groups": solved}])
+    assert said.case == case
+    assert bool(said.config) == (case == "signal")
+
+
 def test_groups_that_are_equal_because_rewards_failed_are_not_dropped() -> None:
     seen = measured({}, seed=1) | {"reward/zero_variance_groups": 0.9}
     assert verdict([seen]).config == "batch.zero_variance=drop"
