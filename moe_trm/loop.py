@@ -193,6 +193,8 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
         found["optimizer/loss_scale"] = float(scale)
     if cosines := [one.cosine for one in tried if one.cosine is not None]:
         found["optimizer/grad_cosine"] = fmean(cosines)
+    if updates and (noise := updates[-1].layer_noise) is not None:
+        found["optimizer/layer_noise"] = noise
     return found
 
 

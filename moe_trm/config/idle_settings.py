@@ -167,6 +167,9 @@ def idle_settings(config: Config) -> Iterator[str]:
     for section, key, idle_now, reason in idle:
         if idle_now and key in getattr(config, section).model_fields_set:
             yield f"{section}.{key} has no effect: {reason}"
+    noise = config.learner.layer_noise
+    if not noise.sigma and "sigma_lr" in noise.model_fields_set:
+        yield "learner.layer_noise.sigma_lr has no effect: learner.layer_noise.sigma=0"
     # The dtype of an attached server still matters: weights are pushed in it. It may start again, too.
     started = rollout.server.model_fields_set - {"dtype", "deterministic", "wait_s"}
     if started and not rollout.starts_server:

@@ -52,8 +52,8 @@ class UpdateResult:
     """Result of one optimizer step.
 
     It has the gradient norm before clipping, the learning rate used, whether the step was applied, the loss scale where
-    the dtype needs one, and the cosine to the gradient before, where it is measured. Gradients that are not finite are
-    refused.
+    the dtype needs one, the cosine to the gradient before, where it is measured, and the mean size of the noise on the
+    layers' inputs, where there is any. Gradients that are not finite are refused.
     """
 
     grad_norm: float
@@ -61,6 +61,7 @@ class UpdateResult:
     applied: bool
     loss_scale: int | None = None
     cosine: float | None = None
+    layer_noise: float | None = None
 
     @property
     def is_empty(self) -> bool:

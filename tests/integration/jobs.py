@@ -23,7 +23,7 @@ rollout:
   group_size: 4
   top_p: 0.95
   max_new_tokens: 16
-  server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32}}
+  server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32, startup_timeout_s: 600}}
 replay: {{mode: R3}}
 probe: {{every: 1, save: true, thorough_every: 1}}
 correction:

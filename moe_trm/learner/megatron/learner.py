@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_trm.learner.base import LearnerBase, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -50,6 +51,7 @@ class MegatronLearner(LearnerBase):
         device: where the model lives.
         computes_in: rounding of the weights in every pass; None: passes use them as they are.
         frozen_base: adapters alone train, so copies of the weights are copies of adapters.
+        noise: on the inputs of layers in updates.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class MegatronLearner(LearnerBase):
         device: torch.device,
         computes_in: Rounding | None = None,
         frozen_base: bool = False,
+        noise: LayerNoise | None = None,
     ) -> None:
         super().__init__(
             replayer,
@@ -75,6 +78,7 @@ class MegatronLearner(LearnerBase):
             DataGroup(parallel_state.get_data_parallel_group(), device),
             leads=parts.leads,
             model_moe_layer_ids=all_moe_layer_ids(chunks[0].config) if replayer is not None else (),
+            noise=noise,
         )
         self._chunks, self._wrapped, self._optimizer, self._parts = chunks, wrapped, optimizer, parts
         self._temperature, self._device = temperature, device
@@ -129,7 +133,8 @@ class MegatronLearner(LearnerBase):
             self._optimizer.zero_grad()
         self._has_gradients = True
         with self._snapshots.computing():
-            channels, _ = self._schedule.run(batches, sources, scoring_of, loss)
+            with self._perturbing():
+                channels, _ = self._schedule.run(batches, sources, scoring_of, loss)
             if not self._parts.on_last_stage:
                 # The gradient came from the last stage; what an objective counts and remembers has to be the same on
                 # all of them.
@@ -137,10 +142,10 @@ class MegatronLearner(LearnerBase):
                     for index, scored in enumerate(channels):
                         loss(index, scored)
             self._verify(batches, sources, partial(self._look, batches))
-        result = self._optimizer.step(lr_scale)
+        scale, result = self._optimizer.scale, self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         self._has_gradients = False
-        return result
+        return self._noise.step(result, scale) if self._noise else result
 
     def _train(self, mode: bool) -> None:
         """As `Module.train` of all chunks, whose own way costs as much as forwarding a small layer."""
