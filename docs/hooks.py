@@ -20,6 +20,7 @@ OUTSIDE = {
     "examples/agent/README.md": "examples/agent.md",
     "examples/openai_agents/README.md": "examples/openai_agents.md",
     "examples/terminal/README.md": "examples/terminal.md",
+    "examples/own_methods/README.md": "examples/own_methods.md",
     "examples/distillation/README.md": "examples/distillation.md",
     "examples/logit_fusion/README.md": "examples/logit_fusion.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
@@ -40,6 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Turn the links of one page, which are those of the repository, into those of the site."""
     place = page.file.src_uri
+    if place.startswith("reference/"):
+        page.meta["search"] = {"boost": 0.5}  # a search finds guides before signatures
     sources = {place: source for source, place in OUTSIDE.items()}
     folder = os.path.dirname(sources.get(place, f"docs/{place}"))
     return _LINK.sub(lambda link: _translated(link, folder, os.path.dirname(place), files), markdown)

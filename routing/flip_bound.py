@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from routing import token_agreement as by_token
+from routing.end_agreement import wrong_ends
 from routing.errors import MisalignedError, ReplayProofError
 from routing.replay import ReplayReport
 from routing.sample_flips import SampleFlips, name_of
@@ -138,7 +139,12 @@ def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | N
 
 def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedError | None:
     """What is wrong where part of the tokens disagree with their routes (`routing.token_agreement`)."""
-    wrong = [*_wrong_samples(flips), *_wrong_layers(flips, top_k, num_experts)]
+    slots, chance = top_k * int(flips.due.any(0).sum()), 1 - top_k / num_experts
+    wrong = [
+        *wrong_ends(flips.ends, slots, chance),
+        *_wrong_samples(flips),
+        *_wrong_layers(flips, top_k, num_experts),
+    ]
     found = flips.by_token
     tokens, apart, expected = (int(part.sum()) for part in (found.tokens, found.apart, found.expected))
     share, usual = apart / max(tokens, 1), expected / by_token.UNIT / max(tokens, 1)

@@ -9,11 +9,14 @@ Shape letters: S samples, L decoder layers, G ranks, W words that a rank sends.
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from routing.end_agreement import SHAPE
 from routing.sample_flips import SampleFlips, summed
 from routing.token_agreement import Disagreement
 
@@ -45,6 +48,7 @@ def over_ranks(
             np.concatenate([one.flipped for one in found]),
             np.concatenate([one.lost for one in found]),
             np.sum([one.apart for one in found], axis=0),
+            np.sum([one.ends for one in found], axis=0),
             Disagreement(*(np.concatenate(part) for part in zip(*(one.by_token for one in found), strict=True))),
             np.concatenate([one.fresh for one in found]),
         )
@@ -62,6 +66,7 @@ def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
             sums.flatten().numpy(),
             layers,
             flips.apart[layers].ravel(),
+            flips.ends.ravel(),
             rows.ravel(),
             tables.ravel(),
         ]
@@ -74,16 +79,19 @@ def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarr
     """The counters of a rank, and its samples."""
     _, samples, layers = words_W[:3].tolist()
     ids_at = 3 + num_sums
-    apart_at, rows_at = ids_at + layers, ids_at + 3 * layers
+    apart_at, ends_at = ids_at + layers, ids_at + 3 * layers
+    rows_at = ends_at + prod(SHAPE)
     tables_at = rows_at + 8 * samples
     own = words_W[ids_at:apart_at]
     apart = np.zeros((num_layers, 2), np.int64)
-    apart[own] = words_W[apart_at:rows_at].reshape(layers, 2)
+    apart[own] = words_W[apart_at:ends_at].reshape(layers, 2)
+    ends = words_W[ends_at:rows_at].reshape(SHAPE)
     keys, *by_token, fresh = words_W[rows_at:tables_at].reshape(8, samples)
     whole = np.zeros((3, samples, num_layers), np.int64)
     whole[..., own] = words_W[tables_at:].reshape(3, samples, layers)
     due, flipped, lost = whole
-    return words_W[3:ids_at], SampleFlips(keys, due, flipped, lost, apart, Disagreement(*by_token), fresh.astype(bool))
+    judged = apart, ends, Disagreement(*by_token), fresh.astype(bool)
+    return words_W[3:ids_at], SampleFlips(keys, due, flipped, lost, *judged)
 
 
 def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:

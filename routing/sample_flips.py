@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from routing.end_agreement import SHAPE, at_ends
 from routing.row_ids import row_name
 from routing.token_agreement import Disagreement, least_lost, of_samples
 
@@ -36,6 +37,7 @@ class SampleFlips:
         flipped: `[S, L]` int64, of these, how many the live router would have given another set.
         lost: `[S, L]` int64, recorded experts that the live router would not have chosen.
         apart: `[L, 2]` int64, tokens that disagree with their routes in a layer, and the experts that these lost.
+        ends: recorded and lost experts at both ends of the rows that are fresh (`routing.end_agreement`).
         by_token: tokens judged by themselves (`routing.token_agreement`).
         fresh: `[S]` bool, the weights of the forwards were those that sampled the row.
     """
@@ -45,14 +47,15 @@ class SampleFlips:
     flipped: np.ndarray
     lost: np.ndarray
     apart: np.ndarray
+    ends: np.ndarray
     by_token: Disagreement
     fresh: np.ndarray
 
     @classmethod
     def of(cls, keys: np.ndarray, due: np.ndarray, flipped: np.ndarray, lost: np.ndarray) -> SampleFlips:
         """Counts by sample and layer alone."""
-        none = np.zeros((due.shape[1], 2), np.int64)
-        return cls(keys, due, flipped, lost, none, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
+        none, ends = np.zeros((due.shape[1], 2), np.int64), np.zeros(SHAPE, np.int64)
+        return cls(keys, due, flipped, lost, none, ends, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
 
 
 class PassFlips:
@@ -120,15 +123,19 @@ class PassFlips:
             apart_N = (lost_N >= least) & self._judged_N
             self.apart_L2[layer] += torch.stack((apart_N.sum(), (lost_N * apart_N).sum()))
 
-    def by_token(self, lost_N: np.ndarray) -> Disagreement:
-        """The samples, judged token by token; `lost_N` is that of this pass on the CPU."""
+    def by_token(self, lost_N: np.ndarray) -> tuple[Disagreement, np.ndarray]:
+        """The samples, judged token by token, and their ends; `lost_N` is that of this pass on the CPU."""
         if self._judged_N is None or self._due is None:
-            return Disagreement.nothing(len(self.keys))
+            return Disagreement.nothing(len(self.keys)), np.zeros(SHAPE, np.int64)
         sample_N = self._samples().numpy()
         judged = self._due.numpy() & self.judged_B[sample_N]
         order = np.flatnonzero(judged)
         order = order[np.argsort(sample_N[order], kind="stable")]
-        return of_samples(lost_N[order], sample_N[order], len(self.keys), self._slots, self._chance)
+        fresh = order[self.fresh_B[sample_N[order]]]
+        return (
+            of_samples(lost_N[order], sample_N[order], len(self.keys), self._slots, self._chance),
+            at_ends(lost_N[fresh], sample_N[fresh], self._slots),
+        )
 
     def _samples(self) -> Tensor:
         """`[N]` int64: the sample of each local token."""
@@ -166,7 +173,9 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
     counts_LKB = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy()
     lost_N = torch.cat([one.lost_N for one in found]).cpu().numpy()
     ends = np.cumsum([len(one.lost_N) for one in found])
-    by_token = [one.by_token(lost_N[end - len(one.lost_N) : end]) for one, end in zip(found, ends, strict=True)]
+    by_token, by_end = zip(
+        *(one.by_token(lost_N[end - len(one.lost_N) : end]) for one, end in zip(found, ends, strict=True)), strict=True
+    )
     flipped_SL, lost_SL = counts_LKB.transpose(1, 2, 0).astype(np.int64)
     whole = SampleFlips(
         np.array([key for one in found for key in one.keys], np.int64),
@@ -174,6 +183,7 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
         flipped_SL,
         lost_SL,
         torch.stack([one.apart_L2 for one in found]).sum(0).cpu().numpy(),
+        np.sum(by_end, axis=0),
         Disagreement(*(np.concatenate(part) for part in zip(*by_token, strict=True))),
         np.concatenate([one.fresh_B for one in found]),
     )
@@ -200,4 +210,4 @@ def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
     run, start, stop = (part[best] for part in flips.by_token[3:])
     fresh = np.logical_and.reduceat(flips.fresh[order], first)
     by_token = Disagreement(tokens, apart, expected, run, start, stop)
-    return SampleFlips(keys[first], due, flipped, lost, flips.apart, by_token, fresh)
+    return SampleFlips(keys[first], due, flipped, lost, flips.apart, flips.ends, by_token, fresh)

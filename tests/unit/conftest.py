@@ -1,8 +1,11 @@
-"""The worked example that the golden numbers belong to: 4 rows, 13 sampled tokens, float64. Masked cells hold traps."""
+"""A browser, and the worked example of the golden numbers: 4 rows, 13 sampled tokens. Masked cells hold traps."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +13,11 @@ from torch import Tensor
 
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.ratios import LogRatios
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def _table(rows: list[list[float]]) -> Tensor:
@@ -56,3 +64,15 @@ class WorkedExample:
 @pytest.fixture
 def fx() -> WorkedExample:
     return WorkedExample()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium-headless-shell")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=path)
+        yield opened
+        opened.close()

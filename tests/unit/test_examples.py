@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import iscoroutinefunction
 from pathlib import Path
 
@@ -143,3 +143,11 @@ def test_the_code_on_the_page_runs() -> None:
     sample = RewardInput("p", "2+2", "4", " 4 ", (4,), " 4 ", 1, "stop")
     assert names["reward"](sample) == 1.0  # type: ignore[operator]
     assert iscoroutinefunction(names["rollout"])
+
+
+def test_the_page_of_own_methods_names_every_field_that_they_are_given() -> None:
+    page = (OWN_METHODS.parent / "README.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \| (both|loss) \|", page, re.MULTILINE))
+    rules, of_losses = ({each.name for each in fields(kind)} | {"mask"} for kind in (Evidence, LossInputs))
+    assert set(listed) == rules | of_losses
+    assert {name for name, who in listed.items() if who == "both"} == rules & of_losses

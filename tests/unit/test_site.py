@@ -7,9 +7,13 @@ import re
 import subprocess
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -45,13 +49,76 @@ def test_the_reference_has_what_tools_outside_rely_on() -> None:
     assert {*(f"moe_trm.{name}" for name in expected), "routing"} <= set(MODULES)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not DOCS_PYTHON.exists(), reason="mkdocs is not installed: make docs installs it")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [str(DOCS_PYTHON), "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning of the build is an error."""
+    if not DOCS_PYTHON.exists():
+        pytest.skip("mkdocs is not installed: make docs installs it")
+    out = tmp_path_factory.mktemp("site")
+    command = [str(DOCS_PYTHON), "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    reference = (tmp_path / "reference" / "ratios.html").read_text(encoding="utf-8")
+    return out
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    reference = (site / "reference" / "ratios.html").read_text(encoding="utf-8")
     assert 'id="moe_trm.ratios.LogRatios"' in reference
-    assert 'href="tasks.html' in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'href="tasks.html' in (site / "index.html").read_text(encoding="utf-8")
+    assert not list(site.rglob("__pycache__"))
+
+
+QUESTIONS = {
+    "Slurm on 4 nodes": "long_runs.html#slurm-on-several-nodes-line-by-line",
+    "R2 or R3": "choosing.html#r2-or-r3",
+    "R2/R3": "choosing.html#r2-or-r3",
+    "reward collapses": "troubleshooting.html#reward-collapses-after-some-steps",
+    "own environment": "tasks.html#rollout-function-several-turns-tools-environments",
+    "what is engine/k3_kl": "report.html#what-is-enginek3_kl-the-mismatch-of-the-engines",
+    "k3_kl": "report.html#what-is-enginek3_kl-the-mismatch-of-the-engines",
+    "stuck at push": "troubleshooting.html#stuck-at-a-push",
+    "out of memory": "troubleshooting.html#out-of-memory",
+    "nothing trains": "troubleshooting.html#nothing-trains",
+}
+"""What people type into the site's search, and the section that has the answer."""
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_section_with_the_answer_first_and_works_from_disk(browser: Browser, site: Path) -> None:
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.goto((site / "index.html").as_uri())
+    field = page.locator("input.md-search__input")
+    field.click()
+    page.wait_for_function("document.querySelector('.md-search-result__meta').innerText.startsWith('Type')")
+    first = {}
+    for question in QUESTIONS:
+        field.fill("")
+        field.press("Backspace")
+        page.wait_for_function("document.querySelector('.md-search-result__meta').innerText.startsWith('Type')")
+        field.fill(question[:-1])
+        field.press(question[-1])
+        page.wait_for_function("document.querySelector('.md-search-result__meta').innerText.includes('matching')")
+        links = page.locator("li.md-search-result__item").first.locator(":scope > a").all()
+        shown = [str(link.get_attribute("href")).removeprefix(f"{site.as_uri()}/") for link in links]
+        first[question] = next((link for link in shown if link == QUESTIONS[question]), shown)
+    page.close()
+    assert first == QUESTIONS
+    assert complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1300, 420])
+def test_no_line_of_code_is_cut_at_the_right_edge(browser: Browser, site: Path, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    cut = {}
+    for path in sorted(site.rglob("*.html")):
+        page.goto(path.as_uri(), wait_until="domcontentloaded")
+        blocks = "[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1)"
+        if found := page.evaluate(f"{blocks}.map(code => code.textContent.slice(0, 80))"):
+            cut[path.name] = found
+    page.close()
+    assert cut == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
-from moe_trm.types import MicroBatch, MiniBatch, TrainRow
-from routing.replay import Native
+from moe_trm.types import MicroBatch, MiniBatch, TokenBatch, TrainRow
+from routing.replay import Native, RouteSource
+from tests.integration.objective_support.recompute import recompute
 from tests.unit.advantages import valued
 from tests.unit.records import make_record
 from tests.unit.step.shared_minibatch import FakeLearner, Ranks
@@ -93,6 +95,54 @@ def test_a_run_hands_its_seed_and_step_to_the_loss() -> None:
     assert len(trained(1, 1)) == 36
     assert len({trained(1, version) for version in range(6)}) > 1
     assert len({trained(seed, 1) for seed in range(6)}) > 1
+
+
+PLANS = ([[0, 1, 2, 3, 4, 5]], [[5, 3], [1, 4, 2, 0]], [[2], [4, 0, 1], [5, 3]])
+"""Three orders in which the same rows are planned, by micro-batches."""
+MOVED = 0.05
+"""By so much the log-probs have moved since the anchors."""
+
+
+class Moved(FakeLearner):
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
+    ) -> list[Scores]:
+        return [Scores(batch.rollout_logprobs + MOVED) for batch in batches]
+
+
+@pytest.mark.parametrize("name", CHOICE)
+def test_ties_are_broken_alike_in_every_planned_order(name: str) -> None:
+    """By the ids of the rows, in the update and in its recomputation."""
+    loss = {
+        "name": name,
+        "parameters": {"share": 0.1, **CHOICE[name], **({"low": -99.0} if name == "clip_cov" else {})},
+    }
+    config = Config.model_validate({"model": {"checkpoint": "none"}, "loss": loss})
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=10 - i)) for i in range(6)]
+    found = []
+    for plan in PLANS:
+        micros = tuple(MicroBatch(tuple(rows[i] for i in micro)) for micro in plan)
+        batches = [
+            replace(valued(micro.rows), rewards=torch.ones(len(micro.rows)), group_ids=torch.tensor(own))
+            for micro, own in zip(micros, plan, strict=True)
+        ]
+        anchors, version = [batch.rollout_logprobs for batch in batches], int(batches[0].versions.max())
+        part = Anchored(
+            MiniBatch(micros, 6, 45), batches, [Scores(own) for own in anchors], [Native()] * len(plan), version=version
+        )
+        current = [Scores((own + MOVED).requires_grad_()) for own in anchors]
+        bound = Objective(config).bind(part, Moved(Ranks(1), 0), first=False)
+        expected = recompute(config, batches, anchors, current).coefficients
+        by_token: dict[tuple[int, int], float] = {}
+        for number, scores in enumerate(current):
+            (gradient,) = torch.autograd.grad(bound(number, scores), scores.logprobs)
+            torch.testing.assert_close(gradient.double(), expected[number], rtol=1e-5, atol=1e-8)
+            for row, own in zip(plan[number], batches[number].mask, strict=True):
+                values = gradient[plan[number].index(row)][own]
+                by_token |= {(row, place): round(float(value), 5) for place, value in enumerate(values)}
+        found.append(by_token)
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0].values())) == 2, "some are chosen, and others are not"
 
 
 @pytest.mark.parametrize(("name", "values"), [("quatro", {"multiplier": "auto"}), ("ppo_clip", {"clip_low": "wide"})])

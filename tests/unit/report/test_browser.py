@@ -6,8 +6,6 @@ Needs a browser on the machine (Debian: `apt-get install chromium-headless-shell
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,21 +21,8 @@ from tests.unit.rollout.agents.made_sessions import sample_of
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, ViewportSize
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PHONE: ViewportSize = {"width": 360, "height": 740}
 DESK: ViewportSize = {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium-headless-shell")
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=path)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +85,50 @@ def test_pages_open_offline_without_errors_and_without_sideways_scrolling(
     assert (brightness < 60) == (scheme == "dark")
     assert visit.requests == [pages[name].as_uri()]
     assert visit.complaints == []
+    visit.page.context.close()
+
+
+FAULTS = """() => {
+    const found = [], number = /(?<![\\w.-])[+-]?\\d[\\d.]*(?:e[+-]?\\d+)?%?/g;
+    const told = (what, text) => found.push(`${what}: ${text}`);
+    const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        for (const match of node.data.matchAll(number)) {
+            const range = document.createRange();
+            range.setStart(node, match.index);
+            range.setEnd(node, match.index + match[0].length);
+            const lines = [...range.getClientRects()].filter(rect => rect.width);
+            if (new Set(lines.map(rect => Math.round(rect.top))).size > 1) told('broken', node.data);
+            const frame = node.parentElement.closest('svg, .wide');
+            const [low, high] = frame && frame.tagName === 'svg'
+                ? [frame.getBoundingClientRect().left, frame.getBoundingClientRect().right]
+                : frame ? [0, Infinity] : [0, document.documentElement.clientWidth];
+            if (lines.some(rect => rect.left < low - 1 || rect.right > high + 1)) told('clipped', node.data);
+        }
+    }
+    for (const chart of document.querySelectorAll('svg.chart')) {
+        const texts = [...chart.querySelectorAll('text')];
+        const labels = texts.map(text => [text.textContent, text.getBoundingClientRect()]);
+        labels.forEach(([one, a], place) => labels.slice(place + 1).forEach(([other, b]) => {
+            if (a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
+                told('overlapping', `${one} and ${other} in ${chart.ariaLabel}`);
+        }));
+    }
+    return [...new Set(found)];
+}"""
+"""Numbers that are broken over lines or cut at an edge, and labels of a chart that run into each other."""
+
+
+@pytest.mark.parametrize("name", ["two", "experiment"])
+@pytest.mark.parametrize("width", [1300, 420])
+def test_no_number_of_a_compared_page_is_broken_or_clipped(
+    browser: Browser, pages: dict[str, Path], name: str, width: int, tmp_path: Path
+) -> None:
+    visit = Visit(browser, pages[name], {"width": width, "height": 900})
+    for details in visit.page.locator("details").all():
+        details.evaluate("element => { element.open = true; }")
+    visit.page.screenshot(path=tmp_path / f"{name}-{width}.png", full_page=True)
+    assert visit.page.evaluate(FAULTS) == []
     visit.page.context.close()
 
 

@@ -33,10 +33,17 @@ def passes_of(rank: int, keys: Sequence[int], layers: Sequence[int], number: int
     made, random = [], torch.Generator().manual_seed(rank)
     for _ in range(number):
         due = torch.randint(1, 90, (len(keys),), generator=random)
-        one = PassFlips(keys, due, layers, LAYERS, sample_last=True, device=CPU)
-        one.counts_LKB[list(layers)] = torch.randint(
-            0, 90, (len(layers), 2, len(keys)), generator=random, dtype=torch.int32
+        one = PassFlips(
+            *(keys, due, layers, LAYERS),
+            sample_last=True,
+            device=CPU,
+            due=torch.ones(20 * len(keys), dtype=torch.bool),
+            experts=(2, 16),
+            at_sampling=[True] * len(keys),
         )
+        for layer in layers:
+            lost_N = torch.randint(0, 3, (20 * len(keys),), generator=random, dtype=torch.int32)
+            one.count(layer, torch.stack((lost_N.clamp(max=1), lost_N)))
         made.append(one)
     return made
 
@@ -63,9 +70,12 @@ def test_every_rank_has_the_counts_of_all_samples(ranks: list[ProcessGroup], sam
     assert (samples == 400) == (3 * samples * 2 > ROOM)
     for counters, flips in everywhere(ranks, passes, sums):
         assert torch.equal(counters, torch.arange(LAYERS * 7).view(LAYERS, 7) * 6)
-        for name in ("keys", "due", "flipped", "lost"):
+        assert wanted.apart.all(1).sum() == len({layer for own in held for layer in own})
+        assert wanted.ends[:, :2].all()
+        for name in ("keys", "due", "flipped", "lost", "apart", "ends", "fresh"):
             np.testing.assert_array_equal(getattr(flips, name), getattr(wanted, name), err_msg=name)
-            assert getattr(flips, name).dtype == np.int64
+            assert getattr(flips, name).dtype == getattr(wanted, name).dtype
+        np.testing.assert_array_equal(flips.by_token[:3], wanted.by_token[:3])
 
 
 def test_ranks_without_anything_to_prove_only_add(ranks: list[ProcessGroup]) -> None:

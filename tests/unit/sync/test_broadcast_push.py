@@ -1,0 +1,104 @@
+"""A push over real groups, with an engine of several ranks in threads: who joins, who receives, and who notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from moe_trm.errors import SyncError
+from moe_trm.rollout.sglang.broadcast import DistributedPush
+from moe_trm.runtime.patience import patient
+from moe_trm.sync.distributed import Sender, announce, broadcast, join_group
+from moe_trm.sync.manifest import Share
+from moe_trm.sync.rounding import DTYPES, Rounding
+
+WEIGHTS = {"model.norm.weight": torch.arange(4.0), "lm_head.weight": torch.full((2, 3), 0.1)}
+TIMEOUT_S = 5.0
+
+
+class Engine:
+    """Ranks that join and receive as the requests say. The weights of each are in `held`."""
+
+    def __init__(self, num_ranks: int, workers: ThreadPoolExecutor) -> None:
+        self.held: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+        self._groups: dict[str, list[ProcessGroupGloo]] = {}
+        self._workers, self._label = workers, ""
+
+    async def get(self, path: str) -> Any:
+        assert path == "/model_info"
+        return {"weight_version": self._label}
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        if path == "/init_weights_update_group":
+            self._groups[body["group_name"]] = await self._on_every_rank(self._join, body)
+        if path == "/update_weights_from_distributed":
+            await self._on_every_rank(self._receive, body)
+            self._label = body.get("weight_version", self._label)
+        return {"success": True}
+
+    async def _on_every_rank(self, work: Any, body: Mapping[str, Any]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(
+            *(loop.run_in_executor(self._workers, work, rank, body) for rank in range(len(self.held)))
+        )
+
+    def _join(self, rank: int, body: Mapping[str, Any]) -> ProcessGroupGloo:
+        timeout = timedelta(seconds=patient(TIMEOUT_S))
+        address, port = body["master_address"], body["master_port"]
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return join_group(store, body["group_name"], body["rank_offset"] + rank, body["world_size"], timeout)
+
+    def _receive(self, rank: int, body: Mapping[str, Any]) -> None:
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            self.held[rank][name] = torch.empty(shape, dtype=DTYPES[dtype])
+            broadcast(self._groups[body["group_name"]][rank], self.held[rank][name])
+
+
+def push(num_ranks: int, announced: list[dict[str, Tensor]], sent: list[dict[str, Tensor]]) -> Engine:
+    """The engine after a push of `sent`, a dictionary for each sender."""
+    rounding = Rounding("bfloat16")
+    senders = [Sender(f"group{n}", engine_ranks=num_ranks, timeout_s=TIMEOUT_S) for n in range(len(sent))]
+    shares = [Share(s.meeting, announce(own.items(), rounding)) for s, own in zip(senders, announced, strict=True)]
+
+    async def run(engine: Engine) -> None:
+        control = DistributedPush(engine, num_ranks, TIMEOUT_S)
+        joined: list[Future[None]] = [workers.submit(sender.connect) for sender in senders]
+        await control.join([sender.meeting for sender in senders])
+        for one in joined:
+            one.result()
+        given = [workers.submit(s.send, own.items(), rounding) for s, own in zip(senders, sent, strict=True)]
+        try:
+            await control.load("7", shares, dtype="bfloat16", verify=False)
+        finally:
+            for one in given:
+                one.result()
+            await control.close()
+
+    with ThreadPoolExecutor(2 * num_ranks + 2 * len(sent)) as workers:
+        engine = Engine(num_ranks, workers)
+        asyncio.run(run(engine))
+    return engine
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_rank_of_the_engine_has_what_every_sender_sent(num_ranks: int) -> None:
+    parts = [{name: tensor} for name, tensor in WEIGHTS.items()]
+    for held in push(num_ranks, parts, parts).held:
+        assert held.keys() == WEIGHTS.keys()
+        for name, tensor in WEIGHTS.items():
+            assert torch.equal(held[name], tensor.bfloat16())
+
+
+def test_the_witness_names_the_tensor_that_is_not_the_announced_one() -> None:
+    changed = {**WEIGHTS, "lm_head.weight": WEIGHTS["lm_head.weight"] + 1}
+    with pytest.raises(SyncError, match="changed between the learner's memory") as caught:
+        push(2, [WEIGHTS], [changed])
+    assert caught.value.got == "lm_head.weight"
