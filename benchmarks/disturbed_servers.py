@@ -1,4 +1,4 @@
-"""Rollout servers with their keepers, and what disturbs them: kills, pauses, slow keepers, requests of others."""
+"""Rollout servers with their keepers, a run, and all that disturbs them: kills, stops, resets, a full disk, load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,17 @@ START_S = 600.0
 """Longest time in which a server is up, on a machine that others use."""
 PAUSE_S = (1.0, 25.0)
 """Shortest and longest pause; a keeper starts a server again that is silent for 10 s."""
-FAULTS = ("kill", "pause", "keeper", "requests", "reset")
-"""SIGKILL of a server, SIGSTOP of a server or of its keeper for a while, long requests that nobody waits for, a reset
-of every connection."""
+DEADLY_S = 10.0
+"""A server that is stopped for so long may be taken for dead (`rollout.server.silence_timeout_s`)."""
+FAULTS = ("kill", "pause", "keeper", "requests", "reset", "run", "stall", "disk")
+"""SIGKILL of a server; SIGSTOP of a server or of its keeper for a while; long requests that nobody waits for; a reset
+of every connection; SIGKILL of the run; SIGSTOP of the run, the servers and their keepers together; a full disk."""
+LASTING = ("pause", "keeper", "stall", "disk")
 NUM_REQUESTS, REQUEST_TOKENS = 4, 400
+FILLED_BYTES, FILL_S = 1 << 16, 0.05
+BURN = "while True: pass"
+LOADED_S, RELIEVED_S, LOOK_S = 60.0, 120.0, 5.0
+"""The machine is kept busy for a while, then left alone for a while; it is looked at so often."""
 
 
 @dataclass
@@ -59,31 +66,44 @@ class KeptServer:
 
 @dataclass
 class Disturber:
-    """Disturbs servers at random moments until it is told to end; counts what it did by name.
+    """Disturbs a run and its servers at random moments until it is told to end.
 
     Args:
         servers: to be disturbed.
         every_s: mean seconds between two disturbances.
         seed: of moments, kinds and victims.
+        run: gives the process id of `moe-trm train`.
+        disks: small file systems of the run.
+
+    Attributes:
+        done: disturbances by name.
+        deadly: kills, and stops of one server for so long that it may be taken for dead.
+        room: set while no disk is full.
     """
 
     servers: Sequence[KeptServer]
     every_s: float
     seed: int
+    run: Callable[[], int]
+    disks: Sequence[Path]
     done: Counter[str] = field(default_factory=Counter)
+    deadly: int = 0
+    room: threading.Event = field(default_factory=threading.Event)
     _over: threading.Event = field(default_factory=threading.Event)
 
-    def run(self) -> None:
-        """Disturb; no server stays stopped when this returns."""
+    def disturb(self) -> None:
+        """Disturb; nothing stays stopped and no disk full when this returns."""
         rng = random.Random(self.seed)
+        self.room.set()
         while not self._over.wait(rng.expovariate(1 / self.every_s)):
             fault, server, seconds = rng.choice(FAULTS), rng.choice(self.servers), rng.uniform(*PAUSE_S)
             self.done[fault] += 1
-            print(f"{fault} {server.url}" + (f" for {seconds:.0f} s" * (fault in ("pause", "keeper"))), flush=True)
+            self.deadly += fault == "kill" or (fault == "pause" and seconds >= DEADLY_S)
+            print(f"{fault} {server.url}" + (f" for {seconds:.0f} s" * (fault in LASTING)), flush=True)
             self._do(fault, server, seconds)
 
     def end(self) -> None:
-        """Let `run` return after the disturbance in progress."""
+        """Let `disturb` return after the disturbance in progress."""
         self._over.set()
 
     def _do(self, fault: str, server: KeptServer, seconds: float) -> None:
@@ -99,9 +119,40 @@ class Disturber:
             server.keeper.send_signal(signal.SIGCONT)
         elif fault == "reset":
             server.link.cut()
+        elif fault == "run":
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(self.run()).kill()
+        elif fault == "stall":
+            self._stall(seconds)
+        elif fault == "disk":
+            self.room.clear()
+            self._fill(self.disks[int(seconds) % len(self.disks)] / "filler", time.monotonic() + seconds)
+            self.room.set()
         else:
             for _ in range(NUM_REQUESTS):
                 threading.Thread(target=_abandoned_request, args=(server,), daemon=True).start()
+
+    def _stall(self, seconds: float) -> None:
+        """Let time pass in which no process does anything, as on a machine that was suspended."""
+        stopped = []
+        for leader in (self.run(), *(server.keeper.pid for server in self.servers)):
+            with suppress(psutil.NoSuchProcess):
+                stopped += [psutil.Process(leader), *psutil.Process(leader).children(recursive=True)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in stopped:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            if number == signal.SIGSTOP:
+                self._over.wait(seconds)
+
+    def _fill(self, filler: Path, until: float) -> None:
+        """Take all the room there is, also what others give up meanwhile."""
+        with filler.open("wb", buffering=0) as file:
+            while time.monotonic() < until and not self._over.wait(FILL_S):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(FILLED_BYTES))
+        filler.unlink()
 
 
 @contextmanager
@@ -131,15 +182,40 @@ def kept_servers(
 
 
 @contextmanager
-def neighbours(count: int) -> Iterator[None]:
-    """`count` processes that use all the processor time they get, inside the `with`."""
-    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+def loaded(load: float) -> Iterator[list[float]]:
+    """Inside the `with`, the machine has at least this load for stretches of a minute; the loads that it had.
+
+    Others' work counts. What is missing is made by processes of the lowest priority.
+    """
+    over, loads = threading.Event(), list[float]()
+
+    def keep() -> None:
+        burning: list[subprocess.Popen[bytes]] = []
+        begun = time.monotonic()
+        while not over.wait(LOOK_S):
+            loads.append(os.getloadavg()[0])
+            busy = (time.monotonic() - begun) % (LOADED_S + RELIEVED_S) < LOADED_S
+            if busy and not burning:
+                missing = max(0, round(load - loads[-1]))
+                burning += [subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", BURN]) for _ in range(missing)]
+            elif not busy:
+                _end(burning)
+        _end(burning)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
     try:
-        yield
+        yield loads
     finally:
-        for process in burning:
-            process.kill()
-            process.wait()
+        over.set()
+        thread.join()
+
+
+def _end(burning: list[subprocess.Popen[bytes]]) -> None:
+    while burning:
+        process = burning.pop()
+        process.kill()
+        process.wait()
 
 
 def _start(config: Path, settings: Sequence[str], key: str, log: Path) -> KeptServer:

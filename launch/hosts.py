@@ -6,6 +6,11 @@ import os
 import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
+
+from moe_trm.config.schema import SyncConfig
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,16 @@ class Host:
         if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
             return cls(alone=True, address="127.0.0.1")
         return cls(alone=False, address=_address_towards(os.environ["MASTER_ADDR"]))
+
+
+def push_place(sync: SyncConfig, run_dir: Path, *, alone: bool) -> Path:
+    """The folder in which that of the weight pushes is made: `sync.dir`, or shared memory where there is one.
+
+    Ranks on several machines share the run's folder; `alone` as in `Host`.
+    """
+    if sync.dir:
+        return Path(sync.dir)
+    return SHARED_MEMORY if alone and SHARED_MEMORY.is_dir() else run_dir
 
 
 def _address_towards(host: str) -> str:

@@ -8,24 +8,29 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from launch.child import Child
+from launch.hosts import push_place
 from launch.rollout_process import RolloutProcess
 from launch.threads import SINGLE_THREAD
 from moe_trm.checkpoint.history import ALL_DONE, is_done, only_trainer
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
+from moe_trm.errors import RunError
 from moe_trm.observe.run_outcome import record_failure
 from moe_trm.report.run_end import LEARNER_LOCK
+from moe_trm.rollout import access
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.gloo import LOOPBACK
 from moe_trm.runtime.output import outliving_readers
+from moe_trm.runtime.private import remove_abandoned
 
 LOCK = ".lock"
 """File of a run's folder that `moe-trm train` holds from its checks to its end (`moe_trm.runtime.lock`)."""
@@ -115,6 +120,7 @@ def run_job(
             check_start(config, world_size=ranks)
         if signals.begin():
             return 128 + signals.first
+        stack.callback(tidy, run_dir, {Path(tempfile.gettempdir()), push_place(config.sync, run_dir, alone=True)})
         server = None
         if config.rollout.starts_server:
             from launch.rollout import log_name
@@ -135,6 +141,19 @@ def run_job(
         if server is not None and server.failed:
             record_failure(run_dir, f"the rollout server did not start; {log.name} says why")
         return code
+
+
+def tidy(run_dir: Path, places: Iterable[Path]) -> None:
+    """Remove what ranks and servers left that were killed, once the ranks are gone.
+
+    `places`: of temporary files and of weight pushes.
+    """
+    with suppress(RunError), only_trainer(run_dir / LEARNER_LOCK):
+        for place in places:
+            with suppress(FileNotFoundError):  # the ranks did not come to make it
+                remove_abandoned(place)
+        for file in run_dir.glob(f"*{access.FILE}*"):
+            file.unlink()
 
 
 class Signals:

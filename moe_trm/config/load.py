@@ -86,17 +86,18 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources |= dict.fromkeys(_leaves(value, key), "override")
     problems += _interpolations(data)
-    undecided = _undecided(data)
+    undecided = [key for key in _leaves(data) if _value_at(data, key) == UNSET]
+    problems += _undecided(undecided)
     where = str(path) + (" with overrides" if overrides else "")
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         refuse(
             where,
-            problems + undecided + from_validation(error) + _decided(_refusals_of_the_rest(data, error), undecided),
+            problems + _decided(from_validation(error) + _refusals_of_the_rest(data, error), undecided),
         )
         raise
-    refuse(where, problems + undecided + _decided(rules.refusals(config), undecided))
+    refuse(where, problems + _decided(rules.refusals(config), undecided))
     settled, choices = settle(config)
     return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
 
@@ -278,20 +279,18 @@ def _leaves(data: Any, prefix: str = "") -> list[str]:
     return [leaf for key, value in items for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
-def _undecided(data: dict[str, Any]) -> list[Problem]:
-    """Values that are left open, where nothing else would refuse them: a text may hold anything."""
-    texts = [key for key in _leaves(data) if (setting := lookup(key)) and setting.annotation in (str, str | None)]
-    fix = "the comment beside it says what it was made of"
-    return [
-        Problem(key, "not decided yet", got=UNSET, expected="a value", fix=fix)
-        for key in texts
-        if _value_at(data, key) == UNSET
-    ]
+def _undecided(keys: Sequence[str]) -> list[Problem]:
+    """One problem for all values that are left open."""
+    if not keys:
+        return []
+    key, what = (keys[0], "not decided yet") if len(keys) == 1 else ("", f"not decided yet: {', '.join(keys)}")
+    fix = "the comment beside each says what it was made of"
+    return [Problem(key, what, got=UNSET, expected="a value" if key else "a value for each", fix=fix)]
 
 
-def _decided(problems: Sequence[Problem], undecided: Sequence[Problem]) -> list[Problem]:
+def _decided(problems: Sequence[Problem], undecided: Sequence[str]) -> list[Problem]:
     """The problems of settings that somebody has decided."""
-    return [problem for problem in problems if problem.key not in {open_one.key for open_one in undecided}]
+    return [problem for problem in problems if problem.key not in undecided]
 
 
 def _value_at(data: Any, key: str) -> Any:

@@ -6,17 +6,21 @@ import re
 from collections.abc import Iterator
 
 from moe_trm.config import pipeline_layout
+from moe_trm.config.correction_rules import loss_facts, preset_of
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import (
     AdvantageConfig,
     BatchConfig,
     Config,
+    CorrectionConfig,
     KlConfig,
+    LayerNoiseConfig,
     LearnerConfig,
     LossConfig,
     OptimizerConfig,
     PipelineConfig,
+    Recovery,
     ReplayConfig,
     TrainConfig,
 )
@@ -39,6 +43,7 @@ def refusals(config: Config) -> list[Problem]:
         *_kl(config.kl, config.advantage, config.batch),
         *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
+        *_layer_noise(config.learner.layer_noise, config.correction, config.loss, config.pipeline.recovery),
     ]
 
 
@@ -245,4 +250,21 @@ def _parallel(learner: LearnerConfig) -> Iterator[Problem]:
             got=f"{parallel.expert_tensor} with learner.parallel.tensor={parallel.tensor}",
             expected=f"a divisor of {parallel.tensor}",
             fix="use learner.parallel.expert",
+        )
+
+
+def _layer_noise(
+    noise: LayerNoiseConfig, correction: CorrectionConfig, loss: LossConfig, recovery: Recovery
+) -> Iterator[Problem]:
+    """The perturbed policy is compared with what sampled, never with an anchor that is not perturbed."""
+    preset = preset_of(correction)
+    chosen = loss_facts(loss, preset)
+    bypass = (preset is not None and preset.bypass) or recovery == "bypass"
+    if noise.sigma and not (bypass or (chosen and "engine" in chosen.contains)):
+        yield Problem(
+            "learner.layer_noise.sigma",
+            "only updates are perturbed, so current / proximal would be the noise",
+            got=f"{noise.sigma} with correction.preset={correction.preset}",
+            expected="0, or current / rollout as the one ratio",
+            fix="choose a bypass_* preset",
         )

@@ -61,6 +61,7 @@ def verdict(
     | `router` | samples are beyond the bound on flips, with rows and layers in place | age, or lr |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
     | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
+    | `learned` | and in over half of them every sample has reward 1, the highest | harder prompts |
     | `reward` | the mean of 10 steps is 30% below the best such mean, by over four standard errors | lr |
     | `servers` | a rollout server is out of service, or was during this step | its log |
 

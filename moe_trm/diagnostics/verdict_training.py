@@ -77,6 +77,12 @@ def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     if share <= WITHOUT_SIGNAL or settings.get("kl.where") == "advantage":
         return None
     said = f"{share:.0%} of the groups have equal rewards and teach nothing"
+    solved = seen.get("reward/solved_groups", 0.0)
+    if solved > WITHOUT_SIGNAL:
+        learned = (
+            f"This task is learned: in {solved:.0%} of the groups every sample is right. Harder prompts teach more."
+        )
+        return Verdict("learned", learned, {name: share, "reward/solved_groups": solved}, "")
     lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}
     if lost:
         told = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())

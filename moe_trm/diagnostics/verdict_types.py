@@ -23,6 +23,7 @@ Case = Literal[
     "length",
     "gradient",
     "signal",
+    "learned",
     "reward",
     "servers",
     "stalled",

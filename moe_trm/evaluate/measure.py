@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from moe_trm.evaluate.push import push_of
 from moe_trm.rollout.build import build_engine, build_sampler, sampling_params
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.engine import RolloutEngine
-from moe_trm.rollout.evaluation import Answer, Evaluator, SetAnswers, reward_of
+from moe_trm.rollout.evaluation import Answer, Evaluator, SetAnswers
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
@@ -117,13 +117,13 @@ async def _evaluate(
         try:
             await engine.start()
             await engine.load_weights(push_of(weights, dtype, scratch))
-            sets, name_of_mean = task.eval_sets(), greedy_metric(config.task, config.rollout)
+            sets = task.eval_sets()
             evaluator = Evaluator(
                 config.eval,
                 sampler,
                 sets,
                 params,
-                greedy_metric=name_of_mean,
+                greedy_metric=greedy_metric(config.task, config.rollout),
                 concurrency=config.rollout.concurrency,
             )
             metrics: dict[str, float] = {}
@@ -133,8 +133,9 @@ async def _evaluate(
                 answers = await evaluator.answers(prompts)
                 metrics |= evaluator.summary(name, answers)
                 prefix = f"eval/{name}/" if name else "eval/"
-                if (interval := _interval(answers)) is not None:
-                    intervals[f"{prefix}{evaluator.name_of_mean(answers)}"] = interval
+                name_of_mean, rewards = evaluator.greedy_rewards(answers)
+                if (interval := _interval(rewards)) is not None:
+                    intervals[f"{prefix}{name_of_mean}"] = interval
                 told[name] = _told(task, answers)
         finally:
             await sampler.close()
@@ -144,13 +145,12 @@ async def _evaluate(
     return Evaluation(metrics, intervals, told, dtype)
 
 
-def _interval(answers: SetAnswers) -> tuple[float, float] | None:
-    """Mean of the greedy rewards plus and minus 1.96 standard errors; None of fewer than two."""
-    rewards = np.array([reward_of(answer) for answer in answers.greedy if not isinstance(answer, str)])
+def _interval(rewards: Sequence[float]) -> tuple[float, float] | None:
+    """Mean of the rewards plus and minus 1.96 standard errors; None of fewer than two."""
     if len(rewards) < 2:
         return None
-    reach = 1.96 * float(rewards.std(ddof=1)) / math.sqrt(len(rewards))
-    return float(rewards.mean()) - reach, float(rewards.mean()) + reach
+    mean, reach = float(np.mean(rewards)), 1.96 * float(np.std(rewards, ddof=1)) / math.sqrt(len(rewards))
+    return mean - reach, mean + reach
 
 
 def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from moe_trm.experiment.tables import Table, tables
 from moe_trm.report import draw
 from moe_trm.report.cards import COLOURS, Cards
 from moe_trm.report.draw import Series
-from moe_trm.report.html import document, number
+from moe_trm.report.html import document, number, text
 from moe_trm.report.run import Run
 
 PAGE, TABLE = "report.html", "table.md"
@@ -80,7 +80,7 @@ def markdown(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], ma
 def render(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
     """One self-contained page."""
     name = escape(plan.file.name)
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in summary(plan, arms))
+    said = "".join(f"<p>{text(sentence)}</p>" for sentence in summary(plan, arms))
     means = [run for arm in arms if (run := arm.mean_run()) is not None]
     drawn, cards = _curves(plan, arms, means), Cards(means) if means else None
     body = [

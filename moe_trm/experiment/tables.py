@@ -15,6 +15,7 @@ from moe_trm.experiment.comparison import comparisons
 from moe_trm.experiment.fixed import changed_later
 from moe_trm.experiment.plan import ExperimentPlan
 from moe_trm.report.charts import matching
+from moe_trm.report.html import text
 from moe_trm.report.intervals import around_mean
 from moe_trm.report.scale import short
 
@@ -62,7 +63,7 @@ class Table:
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
         rows = "".join(
-            f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+            f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in rest)}</tr>'
             for first, *rest in self.rows
         )
         body = (
@@ -76,6 +77,7 @@ class Table:
 def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]] = ()) -> list[Table]:
     """All tables, the most important first. Those of figures are of finished runs; the last one has every run."""
     return [
+        _matrix(plan, arms),
         _differences(plan, arms),
         _evaluation(plan, arms),
         _figures("Mismatch", arms, MISMATCH),
@@ -85,6 +87,25 @@ def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[
         *([_changed(changes)] if changes else []),
         _runs(arms),
     ]
+
+
+def _matrix(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
+    """Figures by arms; every other arm with its paired difference from the baseline."""
+    found = comparisons(arms, plan.file.against, plan.file.primary_metric)
+    others = [arm.name for arm in arms if arm.name != plan.file.against]
+    rows = []
+    for measure in dict.fromkeys(each.measure for each in found):
+        own = {each.other.name: each for each in found if each.measure is measure}
+        base = max(own.values(), key=lambda each: len(each.pairs)).means[0]
+        cells = (f"{short(own[name].means[1])} ({own[name].told})" if name in own else NOT_MEASURED for name in others)
+        rows.append((measure.words, short(base), *cells))
+    return Table(
+        "Arms by figures",
+        f"Means over the seeds that both have, and in brackets the paired difference from {plan.file.against} with its "
+        "95% interval.",
+        ("figure", plan.file.against, *others),
+        tuple(rows),
+    )
 
 
 def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import ConfigError
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
@@ -60,6 +62,7 @@ class LearnerBase:
         data: the ranks that hold different rows.
         leads: see `Learner.leads`.
         model_moe_layer_ids: see there; None: those of `replayer`.
+        noise: on the inputs of layers in updates.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class LearnerBase:
         *,
         leads: bool = True,
         model_moe_layer_ids: tuple[int, ...] | None = None,
+        noise: LayerNoise | None = None,
     ) -> None:
         self.data_rank, self.data_size, self.leads = data.rank, data.size, leads
         self.device = data.device
@@ -79,6 +83,7 @@ class LearnerBase:
         self.model_moe_layer_ids = self.moe_layer_ids if model_moe_layer_ids is None else model_moe_layer_ids
         self._replayer, self._exporter, self._snapshots = replayer, exporter, snapshots
         self._training, self._data, self._report = training, data, ReplayReport()
+        self._noise = noise
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         """See `Learner.snapshot`."""
@@ -131,12 +136,19 @@ class LearnerBase:
     def state(self) -> tuple[list[Piece], Mapping[str, int]]:
         """See `Learner.state`."""
         pieces, counters = self._training.save()
-        return [*pieces, *self._snapshots.save(self._training)], counters
+        noise, steps = self._noise.save() if self._noise else ([], {})
+        return [*pieces, *self._snapshots.save(self._training), *noise], {**counters, **steps}
 
     def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
         """See `Learner.restore`."""
         self._snapshots.load(self._training, reader)
         self._training.load(reader, counters)
+        if self._noise:
+            self._noise.load(reader, counters)
+
+    def _perturbing(self) -> AbstractContextManager[None]:
+        """The context of an update's forward and backward passes."""
+        return self._noise.perturbing() if self._noise else nullcontext()
 
     def _verify(
         self, batches: Sequence[TokenBatch] = (), sources: Sequence[RouteSource] = (), look: Look | None = None

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from moe_trm.checkpoint.resumable import Resumable
 from moe_trm.sync.manifest import TensorEntry
@@ -51,8 +52,8 @@ class UpdateResult:
     """Result of one optimizer step.
 
     It has the gradient norm before clipping, the learning rate used, whether the step was applied, the loss scale where
-    the dtype needs one, and the cosine to the gradient before, where it is measured. Gradients that are not finite are
-    refused.
+    the dtype needs one, the cosine to the gradient before, where it is measured, and the mean size of the noise on the
+    layers' inputs, where there is any. Gradients that are not finite are refused.
     """
 
     grad_norm: float
@@ -60,6 +61,7 @@ class UpdateResult:
     applied: bool
     loss_scale: int | None = None
     cosine: float | None = None
+    layer_noise: float | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -95,8 +97,9 @@ class Learner(Resumable, Protocol):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
-        """Forward without gradient.
+        """Forward without gradient, at the rollout's temperature or at `temperature`.
 
         `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a
         snapshot to score under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a
@@ -171,6 +174,9 @@ class Learner(Resumable, Protocol):
 
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """The modules of this rank's model, by the names of its implementation, as they are called in a pass."""
 
     def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors that this rank owns to safetensors files in `directory`, rounded.

@@ -37,6 +37,11 @@ class Steps:
         """Learning rate of the next step."""
         return self._rate.at(self.steps)
 
+    @property
+    def scale(self) -> float:
+        """Times which backward begins at the loss of the next step."""
+        return 1.0 if self.loss_scale is None else float(self.loss_scale.value)
+
     def finish(self, grad_norm: float, lr: float, *, applied: bool, cosine: float | None = None) -> UpdateResult:
         """Count a step that was tried. One with a gradient of zero never is: it would decay weights, no more."""
         scale = None if self.loss_scale is None else self.loss_scale.value

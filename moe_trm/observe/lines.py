@@ -15,8 +15,25 @@ NOTHING = "–"
 """Stands for the share of routes that were applied where none was replayed."""
 
 
+MEANINGS = {
+    "engine_k3": "KL between the engines at equal weights, nats",
+    "merged_k3": "the same with what the weights moved since sampling",
+    "stale_k3": "KL between the weights that sampled and today's, nats",
+    "flips": "token-layers whose experts the engines choose differently",
+    "replayed": "replayed token-layers that used their recorded route",
+    "kept": "tokens that corrections keep",
+    "clip": "tokens that the loss clips",
+    "grad": "norm of the gradient before clipping",
+    "rejected": "samples rejected since the start",
+}
+"""Labels of a line that do not explain themselves."""
+
+
 class ProgressLines(Sink):
-    """One line per step, and the verdict under it when it is another one; one for each server lost or back."""
+    """One line per step, and the verdict under it when it is another one; one for each server lost or back.
+
+    A label is explained above the first line that has it.
+    """
 
     _FIELDS: Sequence[tuple[str, str, str]] = (
         ("reward/mean", "reward", "{:.3f}"),
@@ -38,6 +55,7 @@ class ProgressLines(Sink):
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream, self._verdicts = steps, stream or sys.stdout, VerdictChanges()
         self._servers = ServerChanges()
+        self._explained: set[str] = set()
 
     def servers(self, states: Sequence[ServerState]) -> None:
         for change in self._servers.of(states):
@@ -46,6 +64,10 @@ class ProgressLines(Sink):
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         if metrics.get("replay/token_layers") == 0.0:
             metrics = {"replay/applied_fraction": NOTHING, **metrics}
+        labels = [label for key, label, _ in self._FIELDS if key in metrics and label in MEANINGS]
+        for label in (label for label in labels if label not in self._explained):
+            print(f"        {label}: {MEANINGS[label]}", file=self._stream, flush=True)
+        self._explained.update(labels)
         parts = [f"{label} {told(metrics[key], form)}" for key, label, form in self._FIELDS if key in metrics]
         print(f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(parts), file=self._stream, flush=True)
         verdict = self._verdicts.of(metrics)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from importlib.resources import files
 
 import orjson
 
 from moe_trm.report.scale import short
+
+_WITH_EXPONENT = re.compile(r"(?<![\w.])\d[\d.]*e-\d+")
 
 
 def document(title: str, body: str, data: object) -> str:
@@ -24,6 +27,11 @@ def document(title: str, body: str, data: object) -> str:
         f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
         f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n"
     )
+
+
+def text(words: str) -> str:
+    """Words for a page, of which no number breaks at the sign of its exponent."""
+    return _WITH_EXPONENT.sub(r'<span class="number">\g<0></span>', escape(words))
 
 
 def number(value: float | None) -> str:

@@ -17,8 +17,9 @@ def render(runs: Sequence[Run]) -> str:
     """The report of one run, or of several side by side."""
     cards = Cards(runs)
     title = " and ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+    states = "".join(words.state(run, many=len(runs) > 1) for run in runs)
     body = [
-        f"<header><h1>{escape(title)}</h1>{''.join(words.state(run, many=len(runs) > 1) for run in runs)}</header>",
+        f"<header><h1>{escape(title)}</h1>{states}{words.chosen(runs)}</header>",
         words.concluded(runs) if len(runs) > 1 else "",
         words.compared(runs) if len(runs) > 1 else "",
         *(words.verdict_now(run, many=len(runs) > 1) for run in runs),

@@ -144,4 +144,5 @@ def sayings(run: Run) -> list[Saying]:
 def _state(row: Any) -> State:
     if row.get("verdict/config") or row.get("verdict/case") in ("servers", "stalled"):
         return "bad"
-    return "good" if "nothing needs to change" in row["verdict"] else "fair"
+    learned = row.get("verdict/case") == "learned"
+    return "good" if learned or "nothing needs to change" in row["verdict"] else "fair"

@@ -10,8 +10,8 @@ from html import escape
 from typing import Any
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
-from moe_trm.report.conclusion import differences, sentences
-from moe_trm.report.html import number
+from moe_trm.report.conclusion import configurations, differences, sentences
+from moe_trm.report.html import number, text
 from moe_trm.report.run import Run
 from moe_trm.report.run_end import outcome
 from moe_trm.report.scale import short
@@ -31,9 +31,22 @@ def state(run: Run, *, many: bool) -> str:
     about += _methods(run.config)
     notes = f'<pre class="warning failure">{escape(trouble)}</pre>' if trouble else ""
     notes += "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
-    notes += "".join(f'<p class="note">{escape(choice)}</p>' for choice in run.choices)
     whose = f"<strong>{escape(run.name)}</strong> " if many else ""
     return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
+
+
+def chosen(runs: Sequence[Run]) -> str:
+    """What every `auto` became and why, folded: once where all runs have it, else with the names of those that do."""
+    whose: dict[str, list[str]] = {}
+    for run in runs:
+        for choice in run.choices:
+            whose.setdefault(choice, []).append(run.name)
+    if not whose:
+        return ""
+    told = [line if len(names) == len(runs) else f"{line} ({', '.join(names)})" for line, names in whose.items()]
+    items = "".join(f"<li>{escape(line)}</li>" for line in told)
+    many = "1 setting was" if len(whose) == 1 else f"{len(whose)} settings were"
+    return f"<details><summary>{many} chosen by auto</summary><ul>{items}</ul></details>"
 
 
 def _methods(config: Mapping[str, Any]) -> list[str]:
@@ -123,24 +136,27 @@ def verdicts(runs: Sequence[Run]) -> str:
 
 def concluded(runs: Sequence[Run]) -> str:
     """The differences of what the runs measured, and their certainty."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(runs))
+    said = "".join(f"<p>{text(sentence)}</p>" for sentence in sentences(runs))
     found = differences(runs)
     if not found:
         return f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>'
-    rows = "".join(
-        f"<tr><th scope=row>{escape(each.measure.words)}</th><td>{escape(each.when)}</td>"
-        f"<td>{escape(each.first.label)}: {short(each.first_value)}</td>"
-        f"<td>{escape(each.other.label)}: {short(each.other_value)}</td><td>{escape(each.told)}</td></tr>"
-        for each in found
-    )
-    head = "<tr><th>measure</th><th>when</th><th>first</th><th>other</th><th>difference</th></tr>"
+    arms = configurations(runs)
+    rows = []
+    for measure in dict.fromkeys(each.measure for each in found):
+        own = {each.other.label: each for each in found if each.measure is measure}
+        first = next(iter(own.values()))
+        cells = [f"<td>{short(own[arm.label].other_value)}<br>{escape(own[arm.label].told)}</td>" for arm in arms[1:]]
+        name = f"{escape(measure.words)}<br>{escape(first.when.lower())}"
+        rows.append(f"<tr><th scope=row>{name}</th><td>{short(first.first_value)}</td>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{escape(arm.label)}</th>" for arm in arms)
     note = (
-        "Other minus first. What every step measures is the mean over the last common steps; evaluations are those of "
-        "the last common step. Intervals are over seeds."
+        f"Under each figure its difference from {arms[0].label}. What every step measures is the mean over the last "
+        "common steps; evaluations are those of the last common step. Intervals are over seeds."
     )
     return (
-        f'<section class="conclusion"><h2>Conclusion</h2>{said}<div class="wide"><table class="rows">{head}{rows}'
-        f'</table></div><p class="note">{note}</p></section>'
+        f'<section class="conclusion"><h2>Conclusion</h2>{said}<div class="wide"><table class="rows matrix">'
+        f"<tr><th>figure</th>{head}</tr>{''.join(rows)}</table></div>"
+        f'<p class="note">{escape(note)}</p></section>'
     )
 
 
@@ -156,7 +172,7 @@ def compared(runs: Sequence[Run]) -> str:
     def table(keys: Sequence[str]) -> str:
         rows = "".join(
             f"<tr><th scope=row><code>{escape(key)}</code></th>"
-            + "".join(f"<td>{escape(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in every)
+            + "".join(f"<td>{text(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in every)
             + "</tr>"
             for key in keys
         )
@@ -192,7 +208,7 @@ def settings(run: Run) -> str:
     if not run.config:
         return ""
     rows = "".join(
-        f"<tr><th scope=row><code>{escape(key)}</code></th><td>{escape(as_yaml(value))}</td></tr>"
+        f"<tr><th scope=row><code>{escape(key)}</code></th><td>{text(as_yaml(value))}</td></tr>"
         for key, value in flatten(run.config).items()
     )
     again = f"moe-trm train {shlex.quote(str(run.folder / 'config.json'))} name={shlex.quote(run.name + '-again')}"

@@ -75,8 +75,11 @@ class Evaluator:
         | `pass_at_<k>` | share of prompts solved at least once in k; of rewards that are all 0 or 1 |
         | `best_at_<k>` | mean of the best of k, of rewards that need not be 0 or 1 |
         | `prompts` | held-out prompts |
-        | `rejected/<reason>` | answers without a reward, which are left out |
+        | `rejected/<reason>` | answers without a reward |
         | `answered_fraction` | share of the prompts whose greedy answer has a reward, where some have none |
+
+        Where the reward says right or wrong (`accuracy`), an answer without one is wrong: in the accuracy, and in
+        `avg_at_<k>` and `pass_at_<k>`. Other rewards have no value that would mean this. Their means leave it out.
         """
         metrics: dict[str, float] = {}
         for name, prompts in self._sets.items():
@@ -95,21 +98,21 @@ class Evaluator:
         """The metrics of the set `name`; see `measure`."""
         metrics = {"prompts": float(len(answers.prompts))}
         records = [answer for answer in answers.greedy if isinstance(answer, RolloutRecord)]
+        name_of_mean, rewards = self.greedy_rewards(answers)
+        if rewards:
+            metrics[name_of_mean] = float(np.mean(rewards))
         if records:
             metrics |= {
-                self.name_of_mean(answers): float(np.mean([reward_of(record) for record in records])),
                 **{f"reward/{name}": mean for name, mean in part_means(records).items()},
                 "length_mean": float(np.mean([record.num_sampled for record in records])),
                 "finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
             }
         if len(records) < len(answers.greedy):
             metrics["answered_fraction"] = len(records) / len(answers.greedy)
-            told = (len(answers.greedy) - len(records), len(answers.greedy), f" of {name}" if name else "")
-            log.warning("%d of %d greedy answers%s have no reward; the figures are of the others", *told)
-        of_prompt = [
-            [reward_of(answer) for answer in given if isinstance(answer, RolloutRecord)]
-            for given in zip(*answers.samples, strict=True)
-        ]
+            counted = "count as wrong" if name_of_mean == "accuracy" else "are left out of the figures"
+            told = (len(answers.greedy) - len(records), len(answers.greedy), f" of {name}" if name else "", counted)
+            log.warning("%d of %d greedy answers%s have no reward and %s", *told)
+        of_prompt = self._counted(list(zip(*answers.samples, strict=True)))
         scored = [rewards for rewards in of_prompt if rewards]
         if scored:
             metrics[f"avg_at_{self._num_samples}"] = float(np.mean([np.mean(rewards) for rewards in scored]))
@@ -125,10 +128,19 @@ class Evaluator:
         prefix = f"eval/{name}/" if name else "eval/"
         return {f"{prefix}{key}": value for key, value in metrics.items()}
 
-    def name_of_mean(self, answers: SetAnswers) -> str:
-        """`accuracy`, where that is the greedy metric and holds of these answers, or `reward`."""
-        rewards = [reward_of(answer) for answer in answers.greedy if isinstance(answer, RolloutRecord)]
-        return self._greedy_metric if _right_or_wrong(rewards) else "reward"
+    def greedy_rewards(self, answers: SetAnswers) -> tuple[str, Sequence[float]]:
+        """`accuracy`, where that is the greedy metric and holds of these answers, or `reward`; and the values of its
+        mean.
+        """
+        [rewards] = self._counted([answers.greedy])
+        return self._greedy_metric if _right_or_wrong(rewards) else "reward", rewards
+
+    def _counted(self, given: Sequence[Sequence[Answer]]) -> list[list[float]]:
+        """The rewards of each of these lots of answers. One without is wrong where all others say right or wrong."""
+        found = [[reward_of(answer) for answer in lot if isinstance(answer, RolloutRecord)] for lot in given]
+        if self._greedy_metric != "accuracy" or not all(map(_right_or_wrong, found)):
+            return found
+        return [rewards + [0.0] * (len(lot) - len(rewards)) for rewards, lot in zip(found, given, strict=True)]
 
     async def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(prompt, params) for prompt in prompts)))

@@ -19,9 +19,11 @@ def sample_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> 
     lengths = np.array([num_sampled(record) for record in records])
     groups = np.array([record.group_id for record in records])
     spread = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
+    solved = [rewards[groups == group].min() == 1 for group in np.unique(groups)]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/zero_variance_groups": float(np.mean(np.array(spread) == 0)),
+        "reward/solved_groups": float(np.mean(solved)) if rewards.max() <= 1 else 0.0,
         **explained_variance(rewards, groups),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 from moe_trm.config import commands as own
-from moe_trm.translate import from_miles, from_slime, from_verl
+from moe_trm.translate import from_miles, from_slime, from_trl, from_verl
 
-_TRANSLATORS = {"verl": from_verl, "slime": from_slime, "miles": from_miles}
+_TRANSLATORS = {"verl": from_verl, "slime": from_slime, "miles": from_miles, "trl": from_trl}
 _TAKES = {
     "verl": "Hydra's composed YAML, a list of key=value, or a launch script",
     "slime": "list of --flags or launch script",
     "miles": "list of --flags or launch script",
+    "trl": "YAML file of `trl grpo --config`, or list of --flags",
 }
 
 

@@ -1,4 +1,4 @@
-"""The literal words of a shell script, with their lines. Nothing is run, filled in or computed.
+"""The literal words of a shell script, with their lines. Nothing is run.
 
 A word with a variable, a command or a pattern in it is not literal. A word under `if`, in a loop, in a function or
 after `||` is literal, but only the script knows if it counts. The readers of these words list both as to-dos.
@@ -14,6 +14,7 @@ from moe_trm.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 _OPERATORS = ("\n", "<<<", "<<-", "<<", "&&", "||", ";;", ">>", "<(", ">(", ";", "&", "|", "(", ")", "<", ">")
 _OPENERS = frozenset({"if", "for", "while", "until", "case", "select", "{"})
 _CLOSERS = frozenset({"fi", "done", "esac", "}"})
@@ -31,7 +32,7 @@ class Word:
         line: counted from 1.
         dynamic: the shell would replace a part of it.
         command: words of one command, array or variable have the same number.
-        holder: the array or variable that has it; empty for a command's word.
+        holder: the array or variable that has it; empty for a command's word. An empty one has one empty word.
         doubt: why it may not count, e.g. `the script decides if this is set`; empty when it does.
     """
 
@@ -67,7 +68,8 @@ def words_of(text: str, where: str, starts: re.Pattern[str]) -> list[Word]:
 
 def references(word: str) -> list[str]:
     """Names of the variables that a word refers to."""
-    return _REFERENCE.findall(word)
+    inside = (name for text in _ARITHMETIC.findall(word) for name in re.findall(r"[A-Za-z_]\w*", text))
+    return [*_REFERENCE.findall(word), *inside]
 
 
 def _doubted(words: list[Word], starts: re.Pattern[str], text: str) -> list[Word]:
@@ -107,6 +109,18 @@ def _passed_on(words: list[Word], main: set[int]) -> dict[str, str]:
                 if name not in passed or (passed[name] and not doubt):
                     passed[name], grown = doubt, True
     return passed
+
+
+def _apart(text: str) -> list[str]:
+    """Words between spaces; what stands in `$(...)` stays together."""
+    found, depth = [""], 0
+    for char in text:
+        depth = max(0, depth + (char == "(" and (depth > 0 or found[-1].endswith("$"))) - (char == ")"))
+        if char.isspace() and not depth:
+            found.append("")
+        else:
+            found[-1] += char
+    return [word for word in found if word]
 
 
 class _Lexer:
@@ -326,6 +340,8 @@ class _Commands:
             if token.kind == "word":
                 self._add(token, name, self._doubt(after))
             at += 1
+        if not self.found or self.found[-1].command != self.number:
+            self.found.append(Word("", self.tokens[at - 1].line, False, self.number, name, self._doubt(after)))
         return at
 
     def _end(self, command: list[_Token], after: str) -> None:
@@ -346,8 +362,10 @@ class _Commands:
     def _inside(self, text: str, line: int, name: str, doubt: str) -> None:
         """Words in the text of a variable or a document."""
         self.number += 1
+        if name and not text.strip():
+            self.found.append(Word("", line, False, self.number, name, doubt))
         for offset, part in enumerate(text.split("\n")):
-            for word in part.split():
+            for word in _apart(part):
                 dynamic = bool(re.search(r"[$`*?~\"']", word))
                 self.found.append(Word(word, line + offset, dynamic, self.number, name, doubt))
 

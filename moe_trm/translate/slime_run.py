@@ -41,17 +41,14 @@ def _rollout_function(draft: Draft) -> None:
 
 
 def _evaluation(draft: Draft) -> None:
-    """`--eval-prompt-data NAME PATH [NAME PATH ...]`: one set is the held-out prompts, several keep their names."""
+    """`--eval-prompt-data NAME PATH [NAME PATH ...]`: sets keep their names."""
     sets = words(draft, "eval-prompt-data")
     if sets is None:
         return
     named = dict(zip(sets[::2], sets[1::2], strict=False))
     if len(sets) % 2 or 2 * len(named) != len(sets) or any("@[" in path for path in named.values()):
         raise NeedsDecisionError("eval-prompt-data", f"{' '.join(sets)}: NAME PATH pairs of whole files are expected")
-    if len(named) == 1:
-        draft.put("task.eval_prompts", sets[1], "eval-prompt-data")
-    else:
-        draft.put("task.eval_sets", named, "eval-prompt-data")
+    draft.put("task.eval_sets", named, "eval-prompt-data")
     draft.remark("all held-out prompts are evaluated there; here the first task.eval_size of them")
 
 
@@ -136,7 +133,7 @@ RUN: Sequence[Rule] = (
     Rule(("apply-chat-template",), ("task.chat",), _chat),
     Rule(("custom-rm-path", "rm-type"), ("task.reward",), _reward),
     Rule(("custom-generate-function-path", "rollout-function-path"), ("rollout.function",), _rollout_function),
-    Rule(("eval-prompt-data",), ("task.eval_prompts",), _evaluation),
+    Rule(("eval-prompt-data",), ("task.eval_sets",), _evaluation),
     wordly("eval-interval", "train.eval_every", integer),
     Rule(
         ("n-samples-per-eval-prompt", "eval-temperature", "eval-top-p"),

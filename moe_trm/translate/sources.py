@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,19 @@ from moe_trm.config.load import read_plain, yaml_value
 from moe_trm.errors import ConfigError
 from moe_trm.translate.foreign_setting import ForeignSetting, merged
 from moe_trm.translate.shell import Word, references, words_of
+from moe_trm.translate.shell_values import filled
 
 ARGUMENTS = "arguments"
 _KEY = re.compile(r"[+~]{0,2}([A-Za-z_][\w/@]*(?:\.[\w/@-]+)*)=(.*)", re.DOTALL)
 _HYDRA = re.compile(r"(--config-(?:name|path|dir))=(.*)", re.DOTALL)
 _MAIN = re.compile(r"verl\.|main_\w+|(^|/)main\w*\.py$")
 _TRAINER = re.compile(r"(^|/)train\w*\.py$")
+_TRL = re.compile(r"(^|/)(trl|train\w*|grpo\w*)(\.py)?$")
 _SCRIPT = re.compile(r"[^=]+\.(sh|bash)")
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
+_FLAG = re.compile(r"--[A-Za-z]")
+_LIST = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]")
+"""A word that becomes several, and so is no value of the flag before it."""
 _OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 _COMPUTED = "the script computes it"
 
@@ -40,6 +46,30 @@ def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSe
         read = list(_hydra_words(_words(path, _MAIN)))
     more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]
     return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
+
+
+def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
+    """TRL's settings by name: from a YAML file, or a list of `--name value`. `words` are further ones, which win.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    is_yaml = path.suffix in (".yaml", ".yml")
+    read = [] if not is_yaml else [_composed(key, value, "") for key, value in read_plain(path).items()]
+    listed = list(_flags(_words(path, _TRL), _TRL)) if not is_yaml else []
+    more = list(_flags([Word(word, 0) for word in words]))
+    return merged(read + [_single(one) for one in listed if one.key != "train.py"]) | merged(
+        [_at(_single(one), ARGUMENTS) for one in more]
+    )
+
+
+def _single(setting: ForeignSetting) -> ForeignSetting:
+    """A flag's words as one value: true for a switch, a list for several."""
+    if setting.unread:
+        return setting
+    values = [yaml_value(word) for word in setting.value]
+    value = True if not values else values[0] if len(values) == 1 else values
+    return ForeignSetting(setting.key, value, setting.place, setting.shown)
 
 
 def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
@@ -78,7 +108,7 @@ def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
         ) from error
     if "\0" in text:
         return [Word(word, 0) for word in text.split("\0") if word]
-    words = words_of(text, str(path), starts)
+    words = filled(words_of(text, str(path), starts), text)
     _check_starts(words, path, starts)
     return words
 
@@ -113,6 +143,7 @@ def _hydra_words(words: Sequence[Word]) -> Iterator[ForeignSetting]:
     known = {word.holder for word in words if word.holder}
     own = {word.command for word in words if word.holder or re.search(r"\bverl\b|main_\w+|^\w+\.\w+", word.text)}
     main = {word.command for word in words if _MAIN.search(word.text) and not word.holder}
+    whole = _whole(word for word in words if word.command in main or word.holder)
     for word in words:
         hydra = _HYDRA.fullmatch(word.text)
         given = _KEY.fullmatch(word.text)
@@ -122,7 +153,7 @@ def _hydra_words(words: Sequence[Word]) -> Iterator[ForeignSetting]:
             yield _assigned(word, given[1], given[2], removed=word.text.startswith("~"))
         elif word.text.startswith("~") and "." in word.text:
             yield _assigned(word, word.text.lstrip("~"), "", removed=True)
-        elif word.dynamic and (word.command in main or word.holder) and word.text.startswith(("$", "`")):
+        elif word.dynamic and (word.command in main or word.holder in whole) and word.text.startswith(("$", "`")):
             yield from _passed(word, known)
 
 
@@ -138,6 +169,12 @@ def _assigned(word: Word, key: str, text: str, *, removed: bool) -> ForeignSetti
     return ForeignSetting(key, value, _place(word), text, unread)
 
 
+def _whole(words: Iterable[Word]) -> set[str]:
+    """Variables whose words become words of a command; of others the value is a part of a word."""
+    found = (_REFERENCE.fullmatch(word.text) for word in words if word.dynamic)
+    return {reference[1] for reference in found if reference}
+
+
 def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
     """Settings that a variable brings in, of which nothing is known."""
     if word.text in _OWN_ARGUMENTS:
@@ -147,33 +184,55 @@ def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
         yield ForeignSetting(word.text, None, _place(word), word.text, "its settings are not in this file")
 
 
-def _flags(words: Sequence[Word]) -> Iterator[ForeignSetting]:
+def _flags(words: Sequence[Word], starts: re.Pattern[str] = _TRAINER) -> Iterator[ForeignSetting]:
     known = {word.holder for word in words if word.holder}
+    groups = []
     for number in dict.fromkeys(word.command for word in words):
         mine = [word for word in words if word.command == number]
         if not mine[0].holder and not mine[0].text.startswith("--"):
-            at = next((index for index, word in enumerate(mine) if _TRAINER.search(word.text)), None)
+            at = next((index for index, word in enumerate(mine) if starts.search(word.text)), None)
             if at is None:
                 continue
             program, mine = mine[at], mine[at + 1 :]
             yield ForeignSetting("train.py", (program.text,), _place(program), program.text, program.doubt)
-        yield from _grouped(mine, known)
+        groups.append(mine)
+    loose = [word for mine in groups for word in _loose(mine)]
+    whole = _whole(loose)
+    for mine in groups:
+        yield from _grouped(mine)
+    for word in loose:
+        if not word.holder or word.holder in whole:
+            yield from _passed(word, known)
 
 
-def _grouped(words: Sequence[Word], known: set[str]) -> Iterator[ForeignSetting]:
+def _loose(words: Sequence[Word]) -> Iterator[Word]:
+    """Words of one command or variable that the script fills in, before any flag and not as a flag's value."""
+    under_flag = False
+    for word in words:
+        is_flag = bool(_FLAG.match(word.text))
+        if (
+            not is_flag
+            and word.dynamic
+            and word.text.startswith("$")
+            and (not under_flag or _LIST.fullmatch(word.text))
+        ):
+            yield word
+            under_flag = False
+        under_flag |= is_flag
+
+
+def _grouped(words: Sequence[Word]) -> Iterator[ForeignSetting]:
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
-        if not re.match(r"--[A-Za-z]", word.text):
-            if word.dynamic and word.text.startswith("$"):
-                yield from _passed(word, known)
+        if not _FLAG.match(word.text):
             continue
         name, equals, first = word.text[2:].partition("=")
         values = [first] if equals else []
         unread = _unread(word)
-        while at < len(words) and not re.match(r"--[A-Za-z]", words[at].text):
-            if words[at].dynamic and re.fullmatch(r"\$\{\w+\[[@*]\]\}|\$[@*]", words[at].text):
+        while at < len(words) and not _FLAG.match(words[at].text):
+            if words[at].dynamic and _LIST.fullmatch(words[at].text):
                 break
             values.append(words[at].text)
             unread = unread or _unread(words[at])

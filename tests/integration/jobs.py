@@ -23,7 +23,7 @@ rollout:
   group_size: 4
   top_p: 0.95
   max_new_tokens: 16
-  server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32}}
+  server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32, startup_timeout_s: 600}}
 replay: {{mode: R3}}
 probe: {{every: 1, save: true, thorough_every: 1}}
 correction:
@@ -73,5 +73,8 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
         "rollout/reissued",
         "rollout/los",
         "rollout/retracted",
+        "weights/decode_gap",  # a recording decodes nothing
+        "weights/learner_gap",
+        "weights/proof_s",
     )
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moe_trm.recording.bundle import BundleReader, joined
+from moe_trm.recording.bundle import BundleReader, BundleWriter, joined
+from moe_trm.recording.scores import ScoresReader
 from moe_trm.report.session_tree import leaves
 from moe_trm.types import RolloutRecord
 from moe_trm.whatif.judge import Candidate, judge
 from moe_trm.whatif.recording import load
 from tests.integration.jobs import metrics_of, run_job, timeless, write_config
+from tests.integration.objective_support.cases import REWARD, doctored, stale
 
 AGENT = """
 import aiohttp
@@ -110,6 +113,85 @@ def test_transcripts_show_the_trees(folder: Path) -> None:
     page = (folder / "runs" / "trajectory" / "transcripts" / "step-000001.html").read_text()
     assert '<figure class="session">' in page
     assert re.search(f"Session of {ANSWERS} answers in [0-9] branches", page)
+
+
+BOUND, LOW, HIGH, CAP = 0.5, 0.98, 1.02, 1.05
+BY_TURN = (
+    f"correction.rules=[{{name: trm_max, thresholds: {{max_kl: {BOUND}, scope: turn}}}}, {{name: geometric_mask, "
+    f"thresholds: {{ratio: engine, low: {LOW}, high: {HIGH}, scope: turn}}}}, "
+    f"{{name: seq_tis, thresholds: {{ratio: total, cap: {CAP}, scope: turn}}}}]"
+)
+MODES = ("R3", pytest.param("R2", marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module")
+def stale_bundle(folder: Path) -> Path:
+    """The recording as that of an engine that is off in single turns, whose second step is of the first weights."""
+    reader, writer = BundleReader(str(folder / "trajectory")), BundleWriter(str(folder / "stale"))
+    for step in reader.steps():
+        writer.write(step, [stale(doctored(row)) for row in reader.read(step)])
+    return folder / "stale"
+
+
+def run_by_turn(folder: Path, bundle: Path, mode: str, attached: list[str], *layout: str) -> list[dict[str, float]]:
+    name = f"{mode}-{len(layout)}"
+    own = [*settings_of(folder, "trajectory", attached), "rollout.engine=bundle", f"rollout.bundle={bundle}"]
+    own += [BY_TURN, f"record.bundle={folder / name}", f"name={name}", f"replay.mode={mode}", "pipeline.push_every=2"]
+    more = ["optimizer.lr=1e-5", "optimizer.warmup_steps=0", "learner.parallel.expert=1", "probe.every=0"]
+    assert run_job(str(folder / "config.yaml"), [*own, *REWARD, *more, *layout]) == 0
+    return timeless(metrics_of(folder / "runs" / name))[1:]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def in_two_slices(
+    request: pytest.FixtureRequest, folder: Path, stale_bundle: Path, attached: list[str]
+) -> tuple[str, list[dict[str, float]]]:
+    """Two steps with rules by turn on packs whose rows are shared by two ranks."""
+    layout = ["learner.parallel.context=2", "batch.layout=packed"]
+    return request.param, run_by_turn(folder, stale_bundle, request.param, attached, *layout)
+
+
+def test_rules_by_turn_are_a_loop_over_the_turns_of_stale_rows(
+    in_two_slices: tuple[str, list[dict[str, float]]], folder: Path
+) -> None:
+    mode, rows = in_two_slices
+    for step, row in enumerate(rows, 1):
+        turns, tokens = list[tuple[bool, bool]](), list[bool]()
+        for batch in (batch for update in ScoresReader(folder / f"{mode}-2").read(step) for batch in update.batches):
+            anchor = batch.current_logprobs if batch.anchor_logprobs is None else batch.anchor_logprobs
+            behavior = anchor if batch.behavior_logprobs is None else batch.behavior_logprobs
+            for number in range(len(batch.mask)):
+                for turn in batch.turn_ids[number][batch.mask[number]].unique():
+                    own = batch.mask[number] & (batch.turn_ids[number] == turn)
+                    rollout = batch.rollout_logprobs[number][own]
+                    total = (batch.current_logprobs[number][own] - rollout).tolist()
+                    engine = (behavior[number][own] - rollout).tolist()
+                    worst = max(gap * gap / 2 for gap in total) <= BOUND
+                    mean = LOW <= math.exp(sum(engine) / len(engine)) <= HIGH
+                    turns.append((worst, mean))
+                    tokens += [worst and mean] * len(total)
+        for rule, kept in zip(("trm_max", "geometric_mask"), zip(*turns, strict=True), strict=True):
+            share = row[f"correction/{rule}/kept_turn_fraction"]
+            assert share == pytest.approx(sum(kept) / len(kept), abs=1e-9), (rule, step)
+            assert 0 < share < 1
+            assert row[f"correction/{rule}/kept_sequence_fraction"] < share, (
+                "one bad turn costs its row, not the others"
+            )
+        assert row["correction/kept_fraction"] == pytest.approx(sum(tokens) / len(tokens), abs=1e-9)
+        assert row["rollout/age_max"] == step - 1
+        assert row["replay/applied_fraction"] == 1.0
+
+
+@pytest.mark.slow
+def test_rules_by_turn_are_those_of_one_process(
+    in_two_slices: tuple[str, list[dict[str, float]]], folder: Path, stale_bundle: Path, attached: list[str]
+) -> None:
+    mode, rows = in_two_slices
+    for got, expected in zip(rows, run_by_turn(folder, stale_bundle, mode, attached), strict=True):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            if key.startswith(("correction/", "optimizer/", "loss/", "turns/")):
+                assert got[key] == pytest.approx(value, rel=1e-4, abs=2e-6), key
 
 
 @pytest.mark.slow

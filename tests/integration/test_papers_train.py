@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.paper_table import REPOSITORY, rows
@@ -16,10 +15,8 @@ from moe_trm.config import resolve
 from moe_trm.config.schema import Config
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.recording.bundle import BundleReader, BundleWriter
-from moe_trm.types import RolloutRecord
-from routing import token_digest
 from tests.integration.jobs import metrics_of, run_job, write_config
-from tests.integration.objective_support.cases import REWARD
+from tests.integration.objective_support.cases import REWARD, stale
 
 SAMPLES, RECORDED, STEPS = 16, 4, 2
 """Samples of a step; steps of the recording, more than are trained since sampling may run ahead; steps of a run."""
@@ -39,13 +36,6 @@ SIZES = [
 ]
 LINES = {(method.base, method.run): method.name for _, method in reversed(rows()) if method.run is not None}
 """The name of the first row of each line of settings, by its file and settings."""
-
-
-def stale(record: RolloutRecord) -> RolloutRecord:
-    """The record as if it had been sampled one version earlier."""
-    assert record.routes is not None
-    unbound = replace(record.routes, token_digest=token_digest(record.tokens))
-    return replace(record, versions=np.maximum(record.versions - 1, 0), routes=unbound).bound()
 
 
 @dataclass(frozen=True)

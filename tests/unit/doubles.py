@@ -41,6 +41,7 @@ class StandInLearner(Learner):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         return self.scored(batches, sources, weights)
 

@@ -12,6 +12,7 @@ from typing import Any
 from moe_trm.config.schema.agent import AgentConfig
 from moe_trm.config.schema.learner import (
     DeepSpeedConfig,
+    LayerNoiseConfig,
     LearnerConfig,
     LossScaleConfig,
     OptimizerConfig,
@@ -68,6 +69,7 @@ __all__ = [
     "DeepSpeedConfig",
     "EvalConfig",
     "KlConfig",
+    "LayerNoiseConfig",
     "LearnerConfig",
     "LoraConfig",
     "LossConfig",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_trm.config.learning_rate import learning_rate
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LayerNoiseConfig
 from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.lora import DeepSpeedAdapters, add_adapters
@@ -24,6 +25,7 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.lora.base import Identity, base_checksum
 from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
@@ -35,6 +37,7 @@ from moe_trm.models.registry import find_family
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
+from routing.hf_blocks import body_of
 
 
 def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
@@ -95,7 +98,15 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         temperature=config.rollout.temperature,
         device=device,
         packed=packed,
+        noise=_layer_noise(policy, config.learner.layer_noise, config.seed, device),
     )
+
+
+def _layer_noise(policy: HfPolicy, settings: LayerNoiseConfig, seed: int, device: torch.device) -> LayerNoise | None:
+    if not settings.sigma:
+        return None
+    body: Any = body_of(policy.causal)
+    return LayerNoise(dict(enumerate(body.layers)), len(body.layers), settings, seed, device)
 
 
 def close_learner() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.state import DeepSpeedState
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_channels
 from moe_trm.learner.snapshots import Snapshots
@@ -44,6 +45,7 @@ class DeepSpeedLearner(LearnerBase):
         temperature: of the rollout; divides the logits in every pass.
         device: where the model computes.
         packed: micro-batches are forwarded as packs of their tokens, not as padded rows.
+        noise: on the inputs of layers in updates.
     """
 
     _replayer: HFReplayer | None
@@ -60,11 +62,17 @@ class DeepSpeedLearner(LearnerBase):
         temperature: float,
         device: torch.device,
         packed: bool = False,
+        noise: LayerNoise | None = None,
     ) -> None:
         assert dist.group.WORLD is not None, "torch.distributed must be initialised"
-        super().__init__(replayer, exporter, snapshots, training, DataGroup(dist.group.WORLD, device))
+        super().__init__(replayer, exporter, snapshots, training, DataGroup(dist.group.WORLD, device), noise=noise)
         self._engine, self._optimizer = engine, optimizer
         self._temperature, self._device, self._packed = temperature, device, packed
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """See `Learner.named_modules`."""
+        modules: Iterator[tuple[str, torch.nn.Module]] = self._engine.module.named_modules()
+        return modules
 
     @torch.no_grad()
     def score(
@@ -74,10 +82,11 @@ class DeepSpeedLearner(LearnerBase):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
         self._engine.eval()
-        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
+        scoring_of = partial(Scoring.of, temperature=temperature or self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
             if replays(sources):
@@ -104,22 +113,25 @@ class DeepSpeedLearner(LearnerBase):
             trains.logical_or_(gradient.any())
 
         with self._snapshots.computing():
-            for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
-                self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-                current = self._forward(batch, source, scoring_of)
-                for scored in (current.logprobs, current.entropy):
-                    if scored is not None:
-                        scored.register_hook(note)  # type: ignore[no-untyped-call]
-                value = objective(index, current)
-                if not value.requires_grad:
-                    # A batch without scored tokens still runs backward: the other ranks wait for its part of the
-                    # reduction.
-                    value = value + 0.0 * current.logprobs.sum()
-                # ZeRO averages gradients over the ranks; the objective already carries its denominators.
-                self._engine.backward(value * self.data_size, scale_wrt_gas=False)
+            with self._perturbing():
+                for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
+                    self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+                    current = self._forward(batch, source, scoring_of)
+                    for scored in (current.logprobs, current.entropy):
+                        if scored is not None:
+                            scored.register_hook(note)  # type: ignore[no-untyped-call]
+                    value = objective(index, current)
+                    if not value.requires_grad:
+                        # A batch without scored tokens still runs backward: the other ranks wait for its part of the
+                        # reduction.
+                        value = value + 0.0 * current.logprobs.sum()
+                    # ZeRO averages gradients over the ranks; the objective already carries its denominators.
+                    self._engine.backward(value * self.data_size, scale_wrt_gas=False)
             self._verify(batches, sources, partial(self._look, batches))
         dist.all_reduce(trains, dist.ReduceOp.MAX)
-        return self._optimizer.step(lr_scale) if trains else self._optimizer.skip(lr_scale)
+        scale = self._optimizer.scale * self.data_size
+        result = self._optimizer.step(lr_scale) if trains else self._optimizer.skip(lr_scale)
+        return self._noise.step(result, scale) if self._noise else result
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:

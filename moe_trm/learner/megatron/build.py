@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state, tensor_parallel
 
 from moe_trm.config.learning_rate import learning_rate
-from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.config.schema import Config, LayerNoiseConfig, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.lora.base import Identity, base_checksum
 from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
@@ -27,6 +29,7 @@ from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer, freeze,
 from moe_trm.learner.megatron.packed import check_packed
 from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
+from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.stages import virtual_stages
 from moe_trm.learner.megatron.state import MegatronState, base_parts
 from moe_trm.learner.parameter_groups import check_groups
@@ -105,7 +108,18 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         device=device,
         computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
         frozen_base=wanted is not None,
+        noise=_layer_noise(chunks, config.learner.layer_noise, config.seed, device),
     )
+
+
+def _layer_noise(
+    chunks: Sequence[PolicyModel], settings: LayerNoiseConfig, seed: int, device: torch.device
+) -> LayerNoise | None:
+    if not settings.sigma:
+        return None
+    layers = {layer.layer_number - 1: layer for chunk in chunks for layer in chunk.decoder.layers}
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    return LayerNoise(layers, chunks[0].config.num_layers, settings, seed, device, tracker)
 
 
 def close_learner() -> None:

@@ -5,9 +5,10 @@ Shape letters: B rows, R padded row length, C columns of this rank, P channels o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from megatron.core import parallel_state
@@ -17,6 +18,7 @@ from torch import Tensor
 from moe_trm.learner.base import LearnerBase, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -49,6 +51,7 @@ class MegatronLearner(LearnerBase):
         device: where the model lives.
         computes_in: rounding of the weights in every pass; None: passes use them as they are.
         frozen_base: adapters alone train, so copies of the weights are copies of adapters.
+        noise: on the inputs of layers in updates.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class MegatronLearner(LearnerBase):
         device: torch.device,
         computes_in: Rounding | None = None,
         frozen_base: bool = False,
+        noise: LayerNoise | None = None,
     ) -> None:
         super().__init__(
             replayer,
@@ -74,12 +78,17 @@ class MegatronLearner(LearnerBase):
             DataGroup(parallel_state.get_data_parallel_group(), device),
             leads=parts.leads,
             model_moe_layer_ids=all_moe_layer_ids(chunks[0].config) if replayer is not None else (),
+            noise=noise,
         )
         self._chunks, self._wrapped, self._optimizer, self._parts = chunks, wrapped, optimizer, parts
         self._temperature, self._device = temperature, device
         self._modules = [module for chunk in wrapped for module in chunk.modules()]
         self._schedule = Schedule(wrapped, parts, replayer, device)
         self._has_gradients = True
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """See `Learner.named_modules`."""
+        return chain.from_iterable(chunk.named_modules() for chunk in self._chunks)
 
     @torch.no_grad()
     def score(
@@ -89,10 +98,11 @@ class MegatronLearner(LearnerBase):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
         self._train(False)
-        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
+        scoring_of = partial(Scoring.of, temperature=temperature or self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             channels, kept = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):
@@ -123,7 +133,8 @@ class MegatronLearner(LearnerBase):
             self._optimizer.zero_grad()
         self._has_gradients = True
         with self._snapshots.computing():
-            channels, _ = self._schedule.run(batches, sources, scoring_of, loss)
+            with self._perturbing():
+                channels, _ = self._schedule.run(batches, sources, scoring_of, loss)
             if not self._parts.on_last_stage:
                 # The gradient came from the last stage; what an objective counts and remembers has to be the same on
                 # all of them.
@@ -131,10 +142,10 @@ class MegatronLearner(LearnerBase):
                     for index, scored in enumerate(channels):
                         loss(index, scored)
             self._verify(batches, sources, partial(self._look, batches))
-        result = self._optimizer.step(lr_scale)
+        scale, result = self._optimizer.scale, self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         self._has_gradients = False
-        return result
+        return self._noise.step(result, scale) if self._noise else result
 
     def _train(self, mode: bool) -> None:
         """As `Module.train` of all chunks, whose own way costs as much as forwarding a small layer."""

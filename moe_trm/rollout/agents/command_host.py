@@ -33,6 +33,7 @@ from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.agents.request import MODEL
 from moe_trm.rollout.credentials import without_key
 from moe_trm.runtime.child import Answerer
+from moe_trm.runtime.private import Scratch
 
 MAX_REWARD_BYTES = 65536
 """Longest reward file that is read."""
@@ -54,6 +55,7 @@ class CommandHost:
         self._command, self._limit_s, self._max_output_bytes = tuple(command), limit_s, max_output_bytes
         self._slots = asyncio.Semaphore(most_at_once)
         self._running: set[asyncio.Task[Any]] = set()
+        self._scratch: Scratch | None = None
         self._closed = False
 
     @property
@@ -71,6 +73,7 @@ class CommandHost:
                 expected="a program in PATH, or the path of an executable file",
                 fix="a script without the right to be executed is started as [python, path/to/agent.py]",
             )
+        self._scratch = await asyncio.to_thread(Scratch)
 
     async def call(self, payload: Any, answers: Callable[[], Answerer]) -> Any:
         """See `AgentHost.call`."""
@@ -95,10 +98,13 @@ class CommandHost:
             task.cancel()
         if self._running:
             await asyncio.wait(set(self._running))
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.remove)
 
     async def _run(self, payload: Any, answers: Callable[[], Answerer]) -> Any:
         async with self._slots:
-            folder = Path(tempfile.mkdtemp(prefix="moe-trm-agent-"))
+            assert self._scratch is not None, "it was started"
+            folder = Path(tempfile.mkdtemp(dir=self._scratch.path))
             try:
                 answers()
                 (folder / "tmp").mkdir()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 
 from moe_trm.errors import EngineError
-from moe_trm.rollout.servers.backend import Requirements, ServerClient
+from moe_trm.rollout.servers.backend import Delivery, Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.sglang.broadcast import DistributedPush
@@ -44,15 +43,10 @@ class SglangClient(ServerClient):
         """See `verified_checksums`."""
         return verified_checksums(push, self._dtype, self._device)
 
-    async def load(
-        self,
-        http: EngineHttp,
-        push: WeightPush,
-        expected: Awaitable[Mapping[str, str]] | None,
-        keeping: AbstractContextManager[None],
-    ) -> None:
+    async def load(self, http: EngineHttp, delivery: Delivery) -> None:
         """See `load_folder`."""
-        await load_folder(http, push, expected, keeping, label=label_of(push.version, self._run))
+        push, label = delivery.push, label_of(delivery.push.version, self._run)
+        await load_folder(http, push, delivery.expected, delivery.keeping, label=label)
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """See `DistributedPush.load`; the first time the groups are formed."""

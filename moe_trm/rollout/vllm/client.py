@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
-from moe_trm.rollout.servers.backend import Requirements, ServerClient
+from moe_trm.rollout.servers.backend import Delivery, Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.servers.question import Question, RequestedFields
@@ -74,26 +73,21 @@ class VllmClient(ServerClient):
         """The digests of the learner's memory: the workers digest the same bytes, so no file is read here."""
         return {entry.name: entry.digest for entry in push.tensors}
 
-    async def load(
-        self,
-        http: EngineHttp,
-        push: WeightPush,
-        expected: Awaitable[Mapping[str, str]] | None,
-        keeping: AbstractContextManager[None],
-    ) -> None:
+    async def load(self, http: EngineHttp, delivery: Delivery) -> None:
         """Load the folder once nothing is sampled; samples that come meanwhile wait at the server's door."""
+        push = delivery.push
         try:
             # A sample that is kept for the new weights must not be let in before they are on their way.
             await http.post("/moe_trm/hold", {})
-            with keeping:
+            with delivery.keeping:
                 label = label_of(push.version, self._needs.run)
                 told = await http.post(WEIGHTS, {"folder": push.directory, "version": label})
                 if told["version"] != label:
                     raise SyncError(
                         "the server labels its weights with another version", got=told["version"], expected=label
                     )
-                if expected is not None:
-                    _compare(told["workers"], await expected, push.directory)
+                if delivery.expected is not None:
+                    _compare(told["workers"], await delivery.expected, push.directory)
         except EngineLost:
             raise
         except EngineError as error:

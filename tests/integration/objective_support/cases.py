@@ -10,6 +10,7 @@ import numpy as np
 from moe_trm import corrections, losses
 from moe_trm.functions.parameters import declared
 from moe_trm.types import RolloutRecord
+from routing import token_digest
 
 REWARD = [f"task.reward={Path(__file__).with_name('reward.py')}:reward", "task.reward_processes=1"]
 """Overrides of every run here: with the task's own reward the small model earns too little for gradients."""
@@ -92,3 +93,10 @@ def doctored(record: RolloutRecord) -> RolloutRecord:
         drawn = rng.normal(0, 0.05, record.num_sampled)
         noise = drawn - drawn.mean()
     return replace(record, rollout_logprobs=record.rollout_logprobs + noise.astype(np.float32))
+
+
+def stale(record: RolloutRecord) -> RolloutRecord:
+    """The record as if it had been sampled one version earlier."""
+    assert record.routes is not None
+    unbound = replace(record.routes, token_digest=token_digest(record.tokens))
+    return replace(record, versions=np.maximum(record.versions - 1, 0), routes=unbound).bound()

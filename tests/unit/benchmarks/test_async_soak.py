@@ -1,20 +1,25 @@
-"""The judgement of an asynchronous soak: it holds, or each thing that does not is told."""
+"""The judgement of a disturbed run: it holds, or each thing that does not is told."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.async_soak import judged
+from benchmarks.async_soak import Kept, Ran, judged
 from benchmarks.disturbed_servers import FAULTS, Disturber
 
 STEP = {
-    "ledger/issued": 16.0,
+    "ledger/issued": 32.0,
     "ledger/queued": 0.0,
     "ledger/in_flight": 0.0,
-    "ledger/trained": 14.0,
+    "ledger/trained": 30.0,
     "ledger/rejected": 2.0,
     "ledger/dropped": 0.0,
     "rollout/age_max": 2.0,
@@ -22,30 +27,75 @@ STEP = {
 }
 
 
-def verdict(changes: dict[str, Any], code: int = 0, steps: int = 2) -> object:
-    return judged([{}, STEP, STEP | changes], code, steps, eta=2)["verdict"]
+def verdict(changes: dict[str, Any], steps: int = 2, **ran: Any) -> object:
+    return judged(Ran([{}, STEP, STEP | changes], **ran), steps, eta=2)["verdict"]
 
 
 def test_a_run_that_holds() -> None:
     assert verdict({}) == "holds"
+    assert verdict({}, restarts=1, losses=2, deadly=2, starts=3) == "holds"
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "steps", "fault"),
+    ("changes", "ran", "fault"),
     [
-        ({}, 1, 2, "ended with exit code 1"),
-        ({}, 0, 3, "2 of 3 steps"),
-        ({"ledger/issued": 17.0}, 0, 2, "the books do not balance"),
-        ({"ledger/issued": 17.0, "ledger/queued": 1.0}, 0, 2, "samples are left over"),
-        ({"rollout/age_max": 3.0}, 0, 2, "samples beyond eta"),
-        ({"engine/k3_kl": 1e-3}, 0, 2, "1 steps on weights that were not those of their label"),
-        ({"engine/k3_kl": float("nan")}, 0, 2, "1 steps on weights that were not those of their label"),
-        ({"engine/k3_kl": None}, 0, 2, "1 steps on weights that were not those of their label"),
-        ({"records/rejected/malformed": 1.0}, 0, 2, "answers lost"),
+        ({}, {"code": 1}, "ended with exit code 1"),
+        ({}, {"steps": 3}, "2 of 3 steps; 32 samples were used"),
+        ({"ledger/issued": 33.0}, {}, "the books do not balance"),
+        ({"ledger/issued": 33.0, "ledger/queued": 1.0}, {}, "samples are left over"),
+        ({"ledger/trained": 29.0, "ledger/dropped": 1.0}, {}, "31 samples were used"),
+        ({"rollout/age_max": 3.0}, {}, "samples beyond eta"),
+        ({"engine/k3_kl": 1e-3}, {}, "1 steps on weights that were not those of their label"),
+        ({"engine/k3_kl": float("nan")}, {}, "1 steps on weights that were not those of their label"),
+        ({"engine/k3_kl": None}, {}, "1 steps on weights that were not those of their label"),
+        ({"records/rejected/malformed": 1.0}, {}, "answers lost"),
+        ({}, {"restarts": 2, "deadly": 1}, "2 servers started again"),
+        ({}, {"losses": 2, "deadly": 1}, "2 servers out of service"),
+        ({}, {"unexplained": 1}, "the run ended by itself"),
     ],
 )
-def test_each_fault_is_told(changes: dict[str, Any], code: int, steps: int, fault: str) -> None:
-    assert verdict(changes, code, steps) == fault
+def test_each_fault_is_told(changes: dict[str, Any], ran: dict[str, Any], fault: str) -> None:
+    assert verdict(changes, **ran) == fault
+
+
+@pytest.mark.parametrize(
+    ("ends", "starts", "unexplained"),
+    [
+        (["pass"], 1, 0),
+        (["os.kill(os.getpid(), 9)", "pass"], 2, 0),
+        (["sys.exit('RunError: [Errno 28] No space left on device')", "pass"], 2, 0),
+        (["sys.exit('EngineError: no rollout server came back')", "pass"], 1, 1),
+        (["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 11)"], 2, 1),
+    ],
+)
+def test_a_run_goes_on_where_a_disturbance_ended_it(
+    ends: list[str], starts: int, unexplained: int, tmp_path: Path
+) -> None:
+    room = threading.Event()
+    room.set()
+    (tmp_path / "ends").write_text("\n".join(ends))
+    program = (
+        "import os, sys; first, *rest = open(sys.argv[1]).read().splitlines(); "
+        "open(sys.argv[1], 'w').write('\\n'.join(rest)); exec(first)"
+    )
+    kept = Kept([sys.executable, "-c", program, str(tmp_path / "ends")], os.environ, tmp_path / "log")
+    assert bool(kept.run(room)) == bool(unexplained)
+    assert (kept.starts, kept.unexplained) == (starts, unexplained)
+
+
+def test_a_full_disk_has_no_room_until_it_is_over(tmp_path: Path) -> None:
+    """The limit on the size of a file stands in for the end of a disk."""
+    program = f"""
+import resource, signal, time
+from pathlib import Path
+from benchmarks.disturbed_servers import Disturber
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+disturber = Disturber([], 1.0, 0, lambda: 0, [Path({str(tmp_path)!r})])
+disturber._fill(Path({str(tmp_path / "filler")!r}), time.monotonic() + 0.2)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert not list(tmp_path.iterdir())
 
 
 @dataclass
@@ -63,8 +113,8 @@ class Noted(Disturber):
 def test_all_disturbances_come_in_an_order_that_the_seed_fixes() -> None:
     runs = []
     for _ in range(2):
-        disturber = Noted(servers=[type("Server", (), {"url": "u"})()], every_s=1e-4, seed=3)
-        disturber.run()
+        disturber = Noted([type("Server", (), {"url": "u"})()], 1e-4, 3, lambda: 0, [])
+        disturber.disturb()
         runs.append(disturber.faults)
         assert sum(disturber.done.values()) == 40
     assert runs[0] == runs[1]

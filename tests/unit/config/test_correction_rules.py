@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config import InvalidConfigError, load
+from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, SeveralRefusals
 from moe_trm.step.recipe import recipe
@@ -41,6 +42,24 @@ def test_every_contradiction_is_told_at_once_before_torch_is_loaded(tmp_path: Pa
         "counted twice",
     ):
         assert any(expected in what for what in said), (expected, said)
+
+
+def test_noise_on_layers_needs_the_ratio_to_what_sampled(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {checkpoint: none}\n", encoding="utf-8")
+    noise = "learner.layer_noise.sigma=0.01"
+    for others in ([], ["pipeline.mode=async"], ["correction.preset=decoupled_token_is"]):
+        with pytest.raises(InvalidConfigError, match="current / proximal would be the noise"):
+            load(file, [noise, *others])
+    for others in (
+        ["correction.preset=bypass_ppo_clip"],
+        ["pipeline.mode=async", "pipeline.behavior=bypass"],
+        ["loss.name=unclipped", "loss.parameters={ratio: total}"],
+    ):
+        load(file, [noise, *others])
+    idle = "learner.layer_noise.sigma_lr has no effect"
+    assert any(idle in warning for warning in warnings(load(file, ["learner.layer_noise.sigma_lr=0.1"])))
+    assert not any(idle in warning for warning in warnings(load(file, [noise, "correction.preset=bypass_pg_is"])))
 
 
 @pytest.mark.parametrize(("weight", "refused"), [("one", True), ("ratio", False)])

@@ -66,6 +66,11 @@ def impossible(gen: torch.Generator) -> Tensor:
     return values
 
 
+def shifted(gen: torch.Generator) -> Tensor:
+    """Every token is a little likelier to one engine, as no two normalised policies have it."""
+    return noise(CALM)(gen) + 0.07
+
+
 def rowwise(gen: torch.Generator) -> Tensor:
     """A few rows drift as a whole, a little at each token."""
     values = noise(CALM)(gen)
@@ -74,13 +79,21 @@ def rowwise(gen: torch.Generator) -> Tensor:
 
 
 def measured(
-    parts: Mapping[str, Plant], *, seed: int, route: str = "split", rules: tuple[dict[str, Any], ...] = ()
+    parts: Mapping[str, Plant],
+    *,
+    seed: int,
+    route: str = "split",
+    rules: tuple[dict[str, Any], ...] = (),
+    spread: float = 2.0,
 ) -> dict[str, float]:
-    """Metrics of a step whose log-ratio has these parts, `CALM` where not given, as a recovery route knows them."""
+    """Metrics of a step whose log-ratio has these parts, `CALM` where not given, as a recovery route knows them.
+
+    `spread`: of the log-probs of the sampled tokens.
+    """
     gen = torch.Generator().manual_seed(seed)
     engine, lag, update = (parts.get(name, noise(CALM))(gen) for name in ("engine", "lag", "update"))
     # Sampled tokens are likely ones, but what has become 27 times likelier was not.
-    behavior = -torch.rand(ROWS, TOKENS, generator=gen, dtype=torch.float64) * 2
+    behavior = -torch.rand(ROWS, TOKENS, generator=gen, dtype=torch.float64) * spread
     behavior = torch.where((engine + lag + update) > 1, -0.5, behavior)
     behavior = torch.where(engine < -5, -8.1, behavior)
     rollout, proximal = behavior - engine, behavior + lag
@@ -292,8 +305,13 @@ def test_old_samples_that_nothing_judges_are_weighed_before_anything_else(route:
 
 
 def smeared(scale: float) -> Plant:
-    """Ratios half of the time above and half below 1, by the same difference: much total variation for its chi2."""
-    return lambda gen: torch.where(torch.rand(ROWS, TOKENS, generator=gen) < 0.5, 1 + scale, 1 - scale).double().log()
+    """In each row half of the ratios above and half below 1, by the same difference: much total variation for chi2."""
+
+    def plant(gen: torch.Generator) -> Tensor:
+        half = torch.rand(ROWS, TOKENS, generator=gen).argsort(dim=1) % 2
+        return torch.where(half == 0, 1 + scale, 1 - scale).double().log()
+
+    return plant
 
 
 def switched_on(plant: Mapping[str, Any], factor: float) -> list[dict[str, float]]:
@@ -308,27 +326,38 @@ def switched_on(plant: Mapping[str, Any], factor: float) -> list[dict[str, float
 
 CLIPPED = [{"loss/pg_clipfrac": 0.02 * number} for number in range(20)]
 LONGER = [{"response/length_mean": 100.0}] * 100 + [{"response/length_mean": 130.0}]
-LEAVES: dict[str, tuple[dict[str, Any], list[dict[str, float]], str, str, str]] = {
-    # leaf of the tree: (what is planted, history of it, case, advice at age 0, advice at age 4)
+ROUTES = [{"probe/native_k3_kl": 0.08, "probe/replayed_k3_kl": 0.005}]
+FLOAT16 = "learner.dtype=float16 rollout.server.dtype=float16"
+ONE_UPDATE, REGION = "learner.minibatches=1", "trm_max_avg"
+LEAVES: dict[str, tuple[dict[str, Any], list[dict[str, float]], str, str | None, str]] = {
+    # leaf of the tree: (what is planted, history of it, case, advice in sync or None where it cannot be, at age 4)
     "healthy": ({}, [{}], "ok", "", ""),
-    "A, precision": (
-        {"parts": {"engine": noise(0.4)}}, [{}], "precision", "learner.dtype=float16 rollout.server.dtype=float16",
-        "learner.dtype=float16 rollout.server.dtype=float16",
+    "A, KL at the same weights": ({"parts": {"engine": noise(0.4)}}, [{}], "precision", FLOAT16, FLOAT16),
+    "A, correlation": ({"parts": {"engine": noise(0.15)}, "spread": 0.1}, [{}], "precision", FLOAT16, FLOAT16),
+    "A, perplexity": ({"parts": {"engine": shifted}}, [{}], "precision", FLOAT16, FLOAT16),
+    "A, one token": ({"parts": {"engine": impossible}}, [{}], "outlier", "trm_max", "trm_max"),
+    "A, routes": ({"parts": {"engine": noise(0.4)}}, ROUTES, "precision", "replay.mode=R3", "replay.mode=R3"),
+    "A and B": (
+        {"parts": {"engine": noise(0.5), "lag": noise(0.4)}}, [{}], "precision", None, FLOAT16,
     ),
-    "B, staleness": (
-        {"parts": {"lag": noise(0.4)}}, [{}], "lag", "decoupled_token_is", "decoupled_token_is",
-    ),
-    "B, updates": ({"parts": {"update": noise(0.4)}}, [{}], "staleness", "minibatches=1", "minibatches=1"),
-    "C, moderate drift": ({"parts": {"engine": lighter}}, [{}], "drift", "geometric_mask", "geometric_mask"),
+    "B, lag": ({"parts": {"lag": noise(0.4)}}, [{}], "lag", None, "decoupled_token_is"),
+    "B, updates": ({"parts": {"update": noise(0.4)}}, [{}], "staleness", ONE_UPDATE, ONE_UPDATE),
+    "C, engines": ({"parts": {"engine": lighter}}, [{}], "drift", "geometric_mask", "geometric_mask"),
+    "C, lag": ({"parts": {"lag": lighter}}, [{}], "drift", None, "decoupled_token_is"),
+    "C, updates": ({"parts": {"update": lighter}}, [{}], "drift", ONE_UPDATE, ONE_UPDATE),
     "D, few tokens": ({"parts": {"engine": tail}}, [{}], "variance", "icepop", "icepop"),
-    "D, rows": ({}, [{"total/chi2_seq": 1.5e3}], "sequence", "trm_max_avg", "trm_max_avg"),
+    "D, few tokens of lag": ({"parts": {"lag": tail}}, [{}], "variance", None, "ratio: lag"),
+    "D, sample size": ({}, [{"total/rollout_is_eff_sample_size": 0.4}], "variance", "icepop", "icepop"),
+    "D, rows": ({}, [{"total/chi2_seq": 1.5e3}], "sequence", REGION, REGION),
+    "D, rows of the engines": ({"parts": {"engine": rowwise}}, [{}], "sequence", "geometric_mask", "geometric_mask"),
     "D, noise of the weights": ({}, switched_on({}, 40.0), "variance", "icepop", "icepop"),
-    "E, clip": ({}, CLIPPED, "clipping", "minibatches=1", "minibatches=1"),
+    "E, clip": ({}, CLIPPED, "clipping", ONE_UPDATE, ONE_UPDATE),
     "F, length": ({}, LONGER, "length", "optimizer.lr=5e-06", "optimizer.lr=5e-06"),
-    "moderate TV, low chi2": ({"parts": {"lag": smeared(0.22)}}, [{}], "bias", "ratio: lag", "ratio: lag"),
-    "the same, merged": (
-        {"parts": {"lag": smeared(0.22)}, "route": "merged"}, [{}], "bias", "ratio: merged", "ratio: merged",
+    "moderate TV, low chi2": (
+        {"parts": {"engine": smeared(0.22)}, "spread": 8.0}, [{}], "bias", "token_tis", "token_tis",
     ),
+    "the same, of lag": ({"parts": {"lag": smeared(0.22)}}, [{}], "bias", None, "ratio: lag"),
+    "the same, merged": ({"parts": {"lag": smeared(0.22)}, "route": "merged"}, [{}], "bias", None, "ratio: merged"),
     "the same, of the loss's own ratio": ({"parts": {"update": smeared(0.22)}}, [{}], "ok", "", ""),
 }  # fmt: skip
 
@@ -336,12 +365,20 @@ LEAVES: dict[str, tuple[dict[str, Any], list[dict[str, float]], str, str, str]] 
 @pytest.mark.parametrize("age", [0, 4])
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_every_leaf_of_the_tree_is_named(leaf: str, age: int, tmp_path: Path) -> None:
+    """In sync nothing lies between sampling and the step; at age 4 there is calm lag where none is planted."""
     plant, history, case, fresh, stale = LEAVES[leaf]
+    config = stale if age else fresh
+    if config is None:
+        assert "lag" in plant["parts"]
+        return
+    parts = plant.get("parts", {}) | ({} if age else {"lag": noise(0.0)})
     for seed in SEEDS:
-        found = measured(**({"parts": {}} | plant), seed=seed) | {"rollout/age_max": float(age)}
+        found = measured(**(plant | {"parts": parts}), seed=seed) | {"rollout/age_max": float(age)}
+        assert age or found["lag/k3_kl"] == 0
         said = verdict([found | step for step in history])
         assert said.case == case, said
-        assert (fresh if age == 0 else stale) in said.config, said
+        assert config in said.config, said
+        assert bool(config) == bool(said.config), said
         can_be_typed(said, tmp_path)
 
 
@@ -374,6 +411,13 @@ def test_what_is_set_already_is_not_advised(parts: dict[str, Plant], settings: d
     assert config in said.config, said
     assert said.config or not config, said
     assert bool(config) == bool(said.config)
+
+
+@pytest.mark.parametrize(("solved", "case"), [(0.62, "learned"), (0.3, "signal"), (0.0, "signal")])
+def test_a_run_that_has_learned_its_task_is_told_so(solved: float, case: str) -> None:
+    said = verdict([measured({}, seed=1) | {"reward/zero_variance_groups": 0.62, "reward/solved_groups": solved}])
+    assert said.case == case
+    assert bool(said.config) == (case == "signal")
 
 
 def test_groups_that_are_equal_because_rewards_failed_are_not_dropped() -> None:

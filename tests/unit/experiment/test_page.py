@@ -37,8 +37,9 @@ def made(folder: Path, accuracies: Mapping[str, Sequence[float | None]], **chang
 
 
 def row(trial: Scripted, begins: str) -> list[str]:
-    """Cells of the first row of the table in Markdown that begins like this."""
-    line = next(line for line in (trial.out / "table.md").read_text().splitlines() if line.startswith(f"| {begins}"))
+    """Cells of the first row that begins like this, in the tables in Markdown after the matrix of arms by figures."""
+    details = (trial.out / "table.md").read_text().partition("## Paired differences")[2]
+    line = next(line for line in details.splitlines() if line.startswith(f"| {begins}"))
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
@@ -48,8 +49,9 @@ def test_a_difference_that_the_interval_shows(tmp_path: Path) -> None:
     cells = row(trial, "accuracy of greedy answers (eval/accuracy)")
     assert cells[1:4] == ["After step 3", "better - plain", "+0.3 [0.275, 0.325]"]
     assert cells[4:] == ["0: 0.29, 1: 0.3, 2: 0.31", "0.25", "higher in better: the interval leaves 0 out"]
-    page = (trial.out / "report.html").read_text()
-    assert "0.3 in plain, 0.6 in better; paired difference +0.3 [0.275, 0.325] over 3 seeds: higher in better" in page
+    said = (trial.out / "table.md").read_text()
+    assert "0.3 in plain, 0.6 in better; paired difference +0.3 [0.275, 0.325] over 3 seeds: higher in better" in said
+    assert "| accuracy of greedy answers (eval/accuracy) | 0.3 | 0.6 (+0.3 [0.275, 0.325]) |" in said
 
 
 def test_pairs_show_what_the_spread_over_seeds_hides(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ import pytest
 
 from launch import job, rollout_process
 from launch.child import Child
+from launch.hosts import push_place
 from launch.job import Signals, wait_for, watch
 from launch.rollout_process import RolloutProcess
 from moe_trm.checkpoint import history
 from moe_trm.cli import main as moe_trm
 from moe_trm.config.schema import Config
 from moe_trm.report.run_end import LEARNER_LOCK, RunEnd, write_end
+from moe_trm.rollout import access
 from moe_trm.runtime.lock import held_alone
+from moe_trm.runtime.private import Scratch
 from tests.unit.launch.interrupted import assert_ends_with_one_line
 
 PROGRAM = """
@@ -211,6 +215,33 @@ def _runs(pid: int) -> bool:
         return False
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from moe_trm.runtime.private import Scratch
+held = [Scratch(Path(place)) for place in sys.argv[1:]]
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_killed_ranks_left_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what a living process holds, and nothing while ranks are left."""
+    monkeypatch.setattr(history, "END_OF_KILLED_S", 0.2)
+    run, places = tmp_path / "run", [tmp_path / name for name in ("tmp", "pushes", "never made")]
+    run.mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, *map(str, places[:2])], check=False)
+    for name in (access.FILE, f".{access.FILE}.half"):
+        (run / name).touch()
+    with Scratch(tmp_path / "other") as other:
+        living = other.rename(places[0] / other.name)
+        with held_alone(run / LEARNER_LOCK, "trains into this folder"):
+            job.tidy(run, places)
+        assert [len(list(place.iterdir())) for place in (*places[:2], run)] == [2, 1, 3]
+        job.tidy(run, places)
+        assert [path.name for place in (*places[:2], run) for path in place.iterdir()] == [living.name, LEARNER_LOCK]
+        living.rename(other)
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Of a job of which nothing may be checked, opened or started."""
@@ -225,6 +256,27 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         monkeypatch.setattr(job, name, never)
     monkeypatch.setattr(history, "END_OF_KILLED_S", 0.2)
     return made
+
+
+def test_a_job_tidies_up_however_its_ranks_ended(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After their end, in the places that they use."""
+    done = list[object]()
+
+    @contextmanager
+    def ranks(*_: object) -> Iterator[None]:
+        yield
+        done.append("ranks")
+
+    monkeypatch.setattr(job, "check_start", lambda *_, **__: None)
+    monkeypatch.setattr(job, "RolloutProcess", ranks)
+    monkeypatch.setattr(job, "watch", lambda *_: 137)
+    monkeypatch.setattr(job, "tidy", lambda *given: done.append(given))
+    monkeypatch.setattr(config.rollout.__class__, "starts_server", False)
+    pushes = push_place(config.sync, tmp_path / "run", alone=True)
+    assert job.run_job("config.yaml", [], start=ranks) == 137  # type: ignore[arg-type]
+    assert done == ["ranks", (tmp_path / "run", {Path(tempfile.gettempdir()), pushes})]
 
 
 @pytest.mark.parametrize("lock", [job.LOCK, LEARNER_LOCK])

@@ -94,6 +94,8 @@ def test_the_metric_is_the_mean_of_what_is_known() -> None:
 
     assert results(None, 0.2, 0.4)["optimizer/grad_cosine"] == pytest.approx(0.3)
     assert "optimizer/grad_cosine" not in results(None, None)
+    perturbed = [UpdateResult(1.0, 1.0, True, layer_noise=size) for size in (0.2, 0.1)]
+    assert update_metrics(perturbed)["optimizer/layer_noise"] == 0.1
 
 
 def test_the_norm_is_the_mean_over_real_steps() -> None:

@@ -46,3 +46,12 @@ def test_the_probe_has_figures_of_its_own_and_its_moved_samples_are_not_lost() -
         "probe/moved_samples": 3.0,
     }
     assert _replayed(ReplayReport()) == {}
+
+
+def test_a_label_is_explained_once_above_the_first_line_that_has_it() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(3, stream)
+    lines.write(1, {"reward/mean": 0.5, "staleness/k3_kl": 1e-4, "correction/kept_fraction": 0.9})
+    lines.write(2, {"reward/mean": 0.5, "staleness/k3_kl": 1e-4, "loss/pg_clipfrac": 0.1})
+    told = [line.split()[0] for line in stream.getvalue().splitlines()]
+    assert told == ["stale_k3:", "kept:", "step", "clip:", "step"]

@@ -88,6 +88,50 @@ def test_pages_open_offline_without_errors_and_without_sideways_scrolling(
     visit.page.context.close()
 
 
+FAULTS = """() => {
+    const found = [], number = /(?<![\\w.-])[+-]?\\d[\\d.]*(?:e[+-]?\\d+)?%?/g;
+    const told = (what, text) => found.push(`${what}: ${text}`);
+    const walker = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        for (const match of node.data.matchAll(number)) {
+            const range = document.createRange();
+            range.setStart(node, match.index);
+            range.setEnd(node, match.index + match[0].length);
+            const lines = [...range.getClientRects()].filter(rect => rect.width);
+            if (new Set(lines.map(rect => Math.round(rect.top))).size > 1) told('broken', node.data);
+            const frame = node.parentElement.closest('svg, .wide');
+            const [low, high] = frame && frame.tagName === 'svg'
+                ? [frame.getBoundingClientRect().left, frame.getBoundingClientRect().right]
+                : frame ? [0, Infinity] : [0, document.documentElement.clientWidth];
+            if (lines.some(rect => rect.left < low - 1 || rect.right > high + 1)) told('clipped', node.data);
+        }
+    }
+    for (const chart of document.querySelectorAll('svg.chart')) {
+        const texts = [...chart.querySelectorAll('text')];
+        const labels = texts.map(text => [text.textContent, text.getBoundingClientRect()]);
+        labels.forEach(([one, a], place) => labels.slice(place + 1).forEach(([other, b]) => {
+            if (a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
+                told('overlapping', `${one} and ${other} in ${chart.ariaLabel}`);
+        }));
+    }
+    return [...new Set(found)];
+}"""
+"""Numbers that are broken over lines or cut at an edge, and labels of a chart that run into each other."""
+
+
+@pytest.mark.parametrize("name", ["two", "experiment"])
+@pytest.mark.parametrize("width", [1300, 420])
+def test_no_number_of_a_compared_page_is_broken_or_clipped(
+    browser: Browser, pages: dict[str, Path], name: str, width: int, tmp_path: Path
+) -> None:
+    visit = Visit(browser, pages[name], {"width": width, "height": 900})
+    for details in visit.page.locator("details").all():
+        details.evaluate("element => { element.open = true; }")
+    visit.page.screenshot(path=tmp_path / f"{name}-{width}.png", full_page=True)
+    assert visit.page.evaluate(FAULTS) == []
+    visit.page.context.close()
+
+
 def test_letters_are_large_enough_on_a_phone(browser: Browser, pages: dict[str, Path]) -> None:
     visit = Visit(browser, pages["run"], PHONE)
     height = visit.page.evaluate("document.querySelector('svg.chart text').getBoundingClientRect().height")

@@ -57,7 +57,12 @@ def test_the_head_says_what_auto_became_and_why(tmp_path: Path) -> None:
     choice = Choice("replay.mode", "R3", "samples may be 4 versions old; R2 would lose them")
     (run / CHOICES).write_text(json.dumps([asdict(choice)]))
     head = write([run]).read_text().partition("</header>")[0]
-    assert "replay.mode: auto -&gt; R3: samples may be 4 versions old; R2 would lose them" in head
+    said = "replay.mode: auto -&gt; R3: samples may be 4 versions old; R2 would lose them"
+    assert f"<details><summary>1 setting was chosen by auto</summary><ul><li>{said}</li>" in head
+    other = make_run(tmp_path / "other")
+    assert f"<li>{said} (one)</li>" in write([run, other]).read_text()
+    (other / CHOICES).write_text(json.dumps([asdict(choice)]))
+    assert write([run, other]).read_text().count(said) == 1
 
 
 def test_every_number_in_the_text_is_one_of_the_file(tmp_path: Path) -> None:

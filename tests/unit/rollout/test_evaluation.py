@@ -79,13 +79,29 @@ def test_greedy_and_sampled_metrics_of_every_set() -> None:
     assert sampler.asked.count(sampled) == 6
 
 
-def test_an_answer_without_a_reward_is_left_out_and_counted() -> None:
+def test_an_answer_without_a_reward_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    """Else an accuracy would rise with every answer that runs out of time."""
     metrics, sampler = measure(EvalConfig(samples=2), {"": {"a": [None, 1, None], "b": [1, None, None]}})
-    assert metrics["eval/accuracy"] == 1
-    assert metrics["eval/avg_at_2"] == metrics["eval/pass_at_2"] == 1
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/avg_at_2"] == 0.25
+    assert metrics["eval/pass_at_2"] == 0.5
     assert metrics["eval/rejected/reward_error"] == 4
     assert metrics["eval/answered_fraction"] == 0.5
+    assert "1 of 2 greedy answers have no reward and count as wrong" in caplog.text
     assert sampler.most_busy == 2, "the time of an answer begins with its turn"
+    nothing, _ = measure(EvalConfig(), {"": {"a": [None]}})
+    assert nothing["eval/accuracy"] == nothing["eval/answered_fraction"] == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_an_answer_without_a_reward_of_your_own_is_left_out(scale: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the reward is not right or wrong, or need not be in the next evaluation, no number stands for it."""
+    name = "reward" if scale == 1.0 else "accuracy"
+    answers = {"a": [None, scale, None], "b": [scale, None, None]}
+    metrics, _ = measure(EvalConfig(samples=2), {"": answers}, name)
+    assert metrics["eval/reward"] == metrics["eval/avg_at_2"] == scale
+    assert metrics["eval/answered_fraction"] == 0.5
+    assert "are left out of the figures" in caplog.text
 
 
 def test_rewards_that_are_not_right_or_wrong_make_no_share() -> None:
@@ -123,7 +139,8 @@ def test_a_mean_is_an_accuracy_only_where_the_reward_says_right_or_wrong(
     assert best_metric(EvalConfig(), task, side) == f"eval/{name}"
 
 
-@pytest.mark.parametrize("sets", [{}, {"": {"a": [None]}}])
-def test_nothing_measured_is_nothing_said(sets: dict[str, dict[str, list[float | None]]]) -> None:
-    metrics, _ = measure(EvalConfig(), sets)
-    assert "eval/accuracy" not in metrics
+def test_nothing_measured_is_nothing_said() -> None:
+    assert measure(EvalConfig(), {})[0] == {}
+    assert measure(EvalConfig(), {"": {}})[0] == {"eval/prompts": 0}
+    none, _ = measure(EvalConfig(), {"": {"a": [None]}}, "reward")
+    assert not none.keys() & {"eval/accuracy", "eval/reward"}

@@ -16,7 +16,7 @@ import torch
 from moe_trm.config.rules import refusals
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError, EngineError, EngineLost, SyncError
-from moe_trm.rollout.servers.backend import Requirements, backend_of
+from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -203,7 +203,8 @@ def load(push: WeightPush, answer: object) -> None:
         asked = client()
         expected = asyncio.ensure_future(asyncio.to_thread(asked.verified, push))
         try:
-            await asked.load(cast(EngineHttp, ScriptedHttp(pushed=answer)), push, expected, nullcontext())
+            delivery = Delivery(push, expected, nullcontext())
+            await asked.load(cast(EngineHttp, ScriptedHttp(pushed=answer)), delivery)
         finally:
             await expected
 
@@ -235,5 +236,5 @@ def test_the_server_is_held_before_samples_are_kept_for_it(tmp_path: Path) -> No
         yield
         server.asked.append("kept")
 
-    asyncio.run(client().load(cast(EngineHttp, server), push, None, keeping()))
+    asyncio.run(client().load(cast(EngineHttp, server), Delivery(push, None, keeping())))
     assert server.asked == ["/moe_trm/hold", "keeping", "/moe_trm/weights", "kept"]

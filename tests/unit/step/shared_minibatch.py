@@ -119,14 +119,14 @@ def outcome(
     first: bool = False,
     steps: int = 1,
     given: Sequence[TrainRow] | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Loss, gradient and keep mask by row, and metrics of rank 0, of one minibatch shared in this way.
 
-    `given`: its rows; None: `rows()`.
+    `given`: its rows; None: `rows()`. `packed`: cut as for packs.
     """
-    shares = plan_step(
-        given or rows(), seed=0, step=1, minibatches=1, data_size=ranks, micro_batch_rows=micro_batch_rows
-    )
+    own, cut = given or rows(), micro_batch_rows
+    shares = plan_step(own, seed=0, step=1, minibatches=1, data_size=ranks, micro_batch_rows=cut, packed=packed)
     meeting, results = Ranks(ranks), [dict[str, Any]() for _ in range(ranks)]
 
     def work(rank: int) -> None:

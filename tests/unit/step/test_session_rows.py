@@ -109,17 +109,21 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+WEIGHED = {"name": "seq_tis", "thresholds": {"scope": "turn", "ratio": "merged", "cap": 1.2}}
+
+
+@pytest.mark.parametrize(("ranks", "packed"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize(
     "method",
     [
         {"correction": {"rules": TURNS}, "loss": {"name": "unclipped"}},
         {"correction": {"rules": [*TURNS, METHODS["over the whole minibatch"]["correction"]["rules"][0]]}},
         {"correction": {"rules": TURNS}, "pipeline": {"mode": "async", "behavior": "merged"}},
+        {"correction": {"rules": [TURNS[0], WEIGHED], "batch_normalize": "token"}},
     ],
-    ids=["fresh", "beside a rule on the minibatch", "stale"],
+    ids=["fresh", "beside a rule on the minibatch", "stale", "weights with mean 1"],
 )
-def test_rules_by_turn_find_turns_in_one_row_and_in_many(method: dict[str, Any], ranks: int) -> None:
+def test_rules_by_turn_find_turns_in_one_row_and_in_many(method: dict[str, Any], ranks: int, packed: bool) -> None:
     """A conversation as one row, or each turn as a row of its own: the same tokens and the same turns stay."""
     settings = config(**method, **with_turns())
     given, cut_at_turns = turned(rows()), list[TrainRow]()
@@ -127,7 +131,7 @@ def test_rules_by_turn_find_turns_in_one_row_and_in_many(method: dict[str, Any],
         half = row.record.num_sampled // 2
         cut_at_turns += train_rows(split_record(row.record, [half, row.record.num_sampled - half]))
     whole = outcome(settings, ranks=1, micro_batch_rows=100, given=given)
-    several = outcome(settings, ranks=ranks, micro_batch_rows=2, given=cut_at_turns)
+    several = outcome(settings, ranks=ranks, micro_batch_rows=2, given=cut_at_turns, packed=packed)
     again = of_samples(several["gradients"])
     for number, gradient in whole["gradients"].items():
         torch.testing.assert_close(again[number], gradient, rtol=1e-4, atol=1e-7)

@@ -38,6 +38,13 @@ def test_the_file_holds_everything_and_what_is_open_is_refused(
     assert (decided.loss.name, decided.learner.minibatches, decided.task.reward) == ("ppo_clip", 2, "math_verify")
 
 
+def test_what_is_open_is_one_message() -> None:
+    text = "{model: {checkpoint: '???'}, train: {steps: '???', eval_every: 5}, optimizer: {betas: '???'}}\n"
+    found = failing(text)
+    assert found[0].startswith("config show: not decided yet: model.checkpoint, train.steps, optimizer.betas - got ???")
+    assert sum("???" in line for line in found) == 1
+
+
 def test_miles_has_a_command_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "run.sh"
     script.write_text(_SLIME)

@@ -71,6 +71,12 @@ def test_losses(line: str, name: str, low: float | None) -> None:
     accepted(values)
 
 
+def test_a_lone_evaluation_set_keeps_its_name() -> None:
+    values = of_slime("--prompt-data x.jsonl --eval-prompt-data aime aime.jsonl").values
+    assert values["task.eval_sets"] == {"aime": "aime.jsonl"}
+    assert "task.eval_prompts" not in values
+
+
 def test_a_bound_that_a_loss_lacks_needs_a_decision() -> None:
     draft = of_slime("--advantage-estimator gspo --eps-clip-c 3")
     assert "eps-clip-c" in draft.to_do

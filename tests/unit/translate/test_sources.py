@@ -24,7 +24,7 @@ def flags(tmp_path: Path, script: str, *words: str) -> dict[str, ForeignSetting]
     return flag_settings(file, words)
 
 
-@pytest.mark.parametrize("value", ["$((1024*8))", "${N:-${M:-8}}", "$N", "`nproc`", "$(nproc)", '"$N"', "{1,2}"])
+@pytest.mark.parametrize("value", ["$((1024*M))", "${N:-${M:-8}}", "$M", "`nproc`", "$(nproc)", '"$M"', "{1,2}"])
 def test_a_computed_value_is_a_to_do_of_its_line(tmp_path: Path, value: str) -> None:
     script = f"N=4\npython3 -m verl.trainer.main_ppo \\\n    data.seed=7 \\\n    actor_rollout_ref.rollout.n={value}\n"
     read = hydra(tmp_path, script)
@@ -36,13 +36,13 @@ def test_a_computed_value_is_a_to_do_of_its_line(tmp_path: Path, value: str) -> 
 def test_what_a_computed_value_decides_is_open_and_no_default(tmp_path: Path) -> None:
     file = tmp_path / "run.sh"
     file.write_text(
-        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_batch_size=$((1024*8)) \\\n"
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_batch_size=$((1024*M)) \\\n"
         "  actor_rollout_ref.actor.ppo_mini_batch_size=64\n"
     )
     draft = from_verl(file)
     assert draft.values["rollout.prompts_per_step"] == draft.values["learner.minibatches"] == "???"
     assert draft.to_do["data.train_batch_size"] == "the script computes it"
-    assert "data.train_batch_size = $((1024*8)) (line 1)" in draft.yaml("x")
+    assert "data.train_batch_size = $((1024*M)) (line 1)" in draft.yaml("x")
 
 
 def test_a_text_over_several_lines_keeps_its_quotes_out_of_the_values(tmp_path: Path) -> None:
@@ -178,3 +178,57 @@ def test_composed_yaml_is_read_with_its_interpolations_left_open(tmp_path: Path)
     assert read["actor_rollout_ref.rollout.n"].value == 8
     assert "--resolve" in read["actor_rollout_ref.rollout.response"].unread
     assert read["actor_rollout_ref.model.path"].unread == "it has no value yet"
+
+
+def test_variables_that_are_set_once_and_arithmetic_are_read(tmp_path: Path) -> None:
+    script = (
+        'PP=6\nexport TP="4"; DIR=/data  # where it is\nALL=$((TP * PP))\n'
+        'python3 train.py --pp $PP --tp=${TP} --all $ALL --more "$((ALL*2+8/3))" --data "${DIR}/x.jsonl" --n $((8*2))\n'
+    )
+    read = flags(tmp_path, script)
+    assert {setting.unread for setting in read.values()} == {""}
+    assert {key: setting.value for key, setting in read.items() if key != "train.py"} == {
+        "pp": ("6",),
+        "tp": ("4",),
+        "all": ("24",),
+        "more": ("50",),
+        "data": ("/data/x.jsonl",),
+        "n": ("16",),
+    }
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "PP=6\nPP=8",
+        "if [ $X ]; then\n  PP=6\nfi",
+        "[ $X ] && PP=6",
+        "PP=6\nsource other.sh",
+        "PP=6\nread PP",
+        "PP=6\nfor PP in 2 4; do echo; done",
+        "PP=6\n((PP += 1))",
+        "PP=6\nPP+=2",
+        "PP=6 true",
+        "PP=${1:-6}",
+        "PP='$Q'",
+    ],
+)
+def test_variables_that_may_have_another_value_are_to_dos(tmp_path: Path, before: str) -> None:
+    read = flags(tmp_path, f"{before}\npython3 train.py --lr 1e-6 --pp $PP\n")
+    assert read["pp"].unread == "the script computes it"
+    assert read["lr"].value == ("1e-6",)
+
+
+def test_folders_and_empty_lists_of_the_script_are_no_to_dos(tmp_path: Path) -> None:
+    script = (
+        'SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"\nWANDB_ARGS=()\nEXTRA=""\nMORE=$(cat args)\n'
+        'python3 train.py --lr 1 --chat "${SCRIPT_DIR}/chat" ${WANDB_ARGS[@]} ${EXTRA[@]} ${MORE[@]}\n'
+    )
+    assert {key: setting.unread for key, setting in flags(tmp_path, script).items()} == {
+        "train.py": "",
+        "lr": "",
+        "chat": "the script computes it",
+        "$(cat args)": "its settings are not in this file",
+    }
+    read = hydra(tmp_path, script.replace("train.py --lr 1 --chat ", "-m verl.main_ppo a.b=1 data.x="))
+    assert {key for key, setting in read.items() if setting.unread} == {"data.x", "$(cat args)"}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +28,7 @@ from moe_trm.rollout.build import agent_host
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.runtime.child import Answerer
+from moe_trm.runtime.private import Scratch
 from moe_trm.types import RolloutRecord
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, prompt, speak
@@ -217,6 +221,7 @@ def test_the_end_of_a_run_ends_its_commands() -> None:
             most_at_once=1,
             max_output_bytes=1000,
         )
+        await host.start()
         payload = {"base_url": "", "api_key": "", "prompt": {}}
         calls = [asyncio.ensure_future(host.call(payload, no_answers)) for _ in range(2)]
         await asyncio.sleep(0.3)
@@ -227,6 +232,28 @@ def test_the_end_of_a_run_ends_its_commands() -> None:
     assert asyncio.run(asyncio.wait_for(go(), 60)) == "the run is over the run is over"
 
 
+def test_what_a_killed_run_left_goes_with_the_next_start(tmp_path: Path) -> None:
+    """The first command kills the process that started it."""
+    program = """
+import asyncio, sys
+from moe_trm.rollout.agents.command_host import CommandHost
+
+async def go():
+    command = [sys.executable, "-c", "import os; os.kill(os.getppid(), 9)"]
+    host = CommandHost(command, limit_s=60, most_at_once=1, max_output_bytes=1000)
+    await host.start()
+    await host.call({"base_url": "", "api_key": "", "prompt": {}}, dict)
+
+asyncio.run(go())
+"""
+    killed = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir())
+    with Scratch(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_python_is_the_one_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     program = f"import sys; open({str(tmp_path / 'seen')!r}, 'w').write(sys.executable)"
@@ -235,6 +262,7 @@ def test_python_is_the_one_of_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
         host = CommandHost(["python", "-c", program], limit_s=60, most_at_once=1, max_output_bytes=1000)
         await host.start()
         await host.call({"base_url": "", "api_key": "", "prompt": {}}, no_answers)
+        await host.close()
 
     asyncio.run(go())
     assert Path((tmp_path / "seen").read_text()).parent == Path(sys.executable).parent
