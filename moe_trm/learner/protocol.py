@@ -176,7 +176,11 @@ class Learner(Resumable, Protocol):
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """The modules of this rank's model, by the names of its implementation, as they are called in a pass."""
+        """The modules of this rank's model, by the names of its implementation, as they are called in a pass.
+
+        None of a learner that is not made of torch's modules.
+        """
+        return iter(())
 
     def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors that this rank owns to safetensors files in `directory`, rounded.

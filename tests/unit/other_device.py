@@ -129,8 +129,8 @@ def other_device() -> Iterator[torch.device]:
         yield DEVICE
 
 
-def move(module: nn.Module) -> None:
-    """All parameters and buffers of `module`, onto `DEVICE`; what is shared stays shared."""
+def move(module: nn.Module) -> nn.Module:
+    """`module`, with all parameters and buffers moved onto `DEVICE`; what is shared stays shared."""
     moved: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -140,3 +140,4 @@ def move(module: nn.Module) -> None:
                 part._parameters[name] = moved.setdefault(id(parameter), fresh)
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(DEVICE)
+    return module

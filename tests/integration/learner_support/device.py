@@ -57,7 +57,7 @@ def built(config: Config, device: torch.device, patch: pytest.MonkeyPatch) -> Me
 
     patch.setattr(build, "_start_process_group", start)
     if device == DEVICE:
-        patch.setattr(torch.nn.Module, "to", lambda module, _device: move(module) or module)
+        patch.setattr(torch.nn.Module, "to", lambda module, _device: move(module))
     return build.build_megatron_learner(config)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
-from moe_trm.learner.base import LearnerBase
+from moe_trm.learner.protocol import Learner
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.probe.run import Probe
 from moe_trm.step.anchors import Anchors
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def figures_of_a_step(config: Config, learner: LearnerBase, device: torch.device, folder: Path) -> dict[str, float]:
+def figures_of_a_step(config: Config, learner: Learner, device: torch.device, folder: Path) -> dict[str, float]:
     """Figures of a step with stale rows: of its parts, and of the tensors that were pushed after it."""
     objective, probe = Objective(config), Probe(config, folder, "R3")
     anchors = Anchors(config, "R3", whole=objective.whole)
