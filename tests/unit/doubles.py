@@ -51,6 +51,9 @@ class StandInLearner(Learner):
         """What `score` returns; without the kept mass."""
         raise _unexpected("score")
 
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        raise _unexpected("named_modules")
+
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         raise _unexpected("snapshot")
 
