@@ -72,10 +72,12 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
         if isinstance(found, str):
             lacking.append(found)
             continue
-        train_s, best = found
-        serve_gpus, _ = split.split(best.rollout)
-        fleet = work.fleet(model, best, split, serving(best.rollout, model, work.hf, split, serve_gpus))
-        shortest.append((work.timeline(model, best, mode, fleet, train_s).step_s, best, split))
+        simulated = []
+        for train_s, best in found:
+            serve_gpus, _ = split.split(best.rollout)
+            fleet = work.fleet(model, best, split, serving(best.rollout, model, work.hf, split, serve_gpus))
+            simulated.append((work.timeline(model, best, mode, fleet, train_s).step_s, best, split))
+        shortest.append(min(simulated, key=lambda one: one[0]))
     # Where the fastest ones all train on stale samples, the last of those shown shares all GPUs.
     shortest.sort(key=lambda one: one[0])
     turns = [one for one in shortest[SHOWN - 1 :] if one[1].rollout.colocate]
@@ -142,8 +144,13 @@ def _splits(cluster: Cluster, server_nodes: int | None) -> Iterator[tuple[bool, 
             yield False, None, replace(cluster, server_nodes=nodes)
 
 
-def _best(config: Config, model: Model, work: Work, cluster: Cluster, gpus: int | None) -> tuple[float, Config] | str:
-    """Seconds of training and the configuration whose learner is the fastest that fits, or what does not fit."""
+def _best(
+    config: Config, model: Model, work: Work, cluster: Cluster, gpus: int | None
+) -> list[tuple[float, Config]] | str:
+    """Seconds of training and the configuration whose learner is the fastest that fits, or what does not fit.
+
+    Where both sides share all GPUs there is another one, with the time of sampling in the order.
+    """
     wanted = _changed(config, "rollout", server=config.rollout.server.model_copy(update={"tensor_parallel": gpus or 1}))
     serve_gpus, ranks = cluster.split(wanted.rollout)
     if not config.rollout.colocate and with_servers(config, model, work, cluster, serve_gpus, gpus, 0.0) is None:
@@ -164,23 +171,30 @@ def _best(config: Config, model: Model, work: Work, cluster: Cluster, gpus: int 
             seconds = work.train_s(model, one, cluster, ranks, 1.0)
             taken = seconds + (sampling(4e9 * ceil(resident / 4e9)) if config.rollout.colocate else 0.0)
             learners.append((taken, bound, seconds, one))
-    fastest = min((taken for taken, *_ in learners if taken < inf), default=1.0)
 
-    def cost(one: tuple[float, float, float, Config]) -> tuple[float, ...]:
+    def cost(taken: float, fastest: float, bound: float, one: Config) -> tuple[float, ...]:
         """Steps of `ALIKE`; within one, fewer ranks for a sequence, and less memory."""
-        sizes = one[3].learner.parallel
-        alike = log(one[0] / fastest) // log(1 + ALIKE) if one[0] < inf else inf
-        return alike, sizes.tensor * sizes.context * sizes.pipeline, one[1]
+        sizes = one.learner.parallel
+        alike = log(taken / fastest) // log(1 + ALIKE) if taken < inf else inf
+        return alike, sizes.tensor * sizes.context * sizes.pipeline, bound
 
-    for _, _, seconds, candidate in islice(sorted(learners, key=cost), JUDGED):
-        try:
-            judged: Judged = judge(candidate, model, work.hf, load, step_tokens)
-        except (ConfigError, CheckpointError):
-            continue
-        held = judged.resident if config.rollout.colocate else 0.0
-        served = with_servers(candidate, model, work, cluster, serve_gpus, gpus, held)
-        if judged.total <= room and served is not None and not refusals(served[1]):
-            return seconds, served[1]
+    found = []
+    for whole in (False, True) if config.rollout.colocate else (False,):
+        timed = [(taken if whole else seconds, bound, seconds, one) for taken, bound, seconds, one in learners]
+        fastest = min((taken for taken, *_ in timed if taken < inf), default=1.0)
+        ordered = sorted(timed, key=lambda one: cost(one[0], fastest, one[1], one[3]))
+        for _, _, seconds, candidate in islice(ordered, JUDGED):
+            try:
+                judged: Judged = judge(candidate, model, work.hf, load, step_tokens)
+            except (ConfigError, CheckpointError):
+                continue
+            held = judged.resident if config.rollout.colocate else 0.0
+            served = with_servers(candidate, model, work, cluster, serve_gpus, gpus, held)
+            if judged.total <= room and served is not None and not refusals(served[1]):
+                found.append((seconds, served[1]))
+                break
+    if found:
+        return found
     beside = " beside a server" if config.rollout.colocate else ""
     return f"each of {ranks} learner ranks needs more than {least / 1e9:,.0f} GB{beside}"
 
