@@ -85,6 +85,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
         ("sync", "verify", not traits.has_weights, f"{engine} serves no weights"),
+        ("sync", "prove_every", not traits.scores_tokens, f"{engine} does not score given tokens"),
         ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         *(

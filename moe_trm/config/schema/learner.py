@@ -211,3 +211,7 @@ class SyncConfig(Section):
     """Folder for pushes; none: shared memory where it exists, else the run directory."""
     verify: bool = True
     """Compare the engine's checksum of every loaded tensor with what the learner meant to send."""
+    prove_every: Annotated[int, Field(ge=0)] = 10
+    """Prove pushes by use as well: the first three of a run and every N-th after them; 1: every push, 0: none. Each
+    server decodes a few fixed texts. The log-probs of what it decoded are compared with its own prefill of the same
+    tokens, and its prefill of the texts with the learner's scores (docs/pipeline.md)."""
