@@ -6,7 +6,7 @@ Every fault is planted from outside, into an input of one of the two engines: it
 settings, its tokenizer, or the connection between them. A real float32 SGLang server that serves the untouched
 checkpoint records rollouts once per seed. A learner with a faulty input then scores them, at three severities, and the
 doctor names a cause. Clean controls are treated the same way. Faults that no recording shows are planted between a live
-server and `moe-trm doctor`.
+server and `moe-trm doctor`, or into the server that the doctor starts.
 
 Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
 """
@@ -23,9 +23,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from benchmarks import stale_decoder
 from benchmarks.faults import SEVERITIES, Planted, faults, planted_checkpoint
 from benchmarks.options import command_line
 from benchmarks.short_run import starting_checkpoint
@@ -99,6 +101,8 @@ def _named(failed: Sequence[Check]) -> str:
     for check in failed:
         if check.name.startswith("tokenizer"):
             return "tokenizer"
+        if "decoding reads stale" in check.says:
+            return "decoding"
         if "SyncError" in check.says:
             return "sync"
     return "; ".join(f"{check.name}: {check.says.splitlines()[0]}" for check in failed) or "nothing"
@@ -238,6 +242,21 @@ def of_live_servers(clinic: Clinic, seeds: Sequence[int]) -> Iterator[Row]:
                 yield {"fault": "failed sync", "severity": severity, "seed": seed, "expected": "sync", "found": cause}
 
 
+def of_stale_decoders(clinic: Clinic, seeds: Sequence[int]) -> Iterator[Row]:
+    """A server of the doctor's own whose decoding keeps the weights of its start in one layer."""
+    with patch.dict(os.environ, stale_decoder.planted(clinic.folder / "plugin")):
+        for seed in seeds:
+            cause, _, _ = clinic.visit("rollout.server.port=0", "sync.prove_every=1", f"seed={seed}")
+            print(f"stale decoder, seed {seed}: {cause}", flush=True)
+            yield {
+                "fault": "stale decoder",
+                "severity": "severe",
+                "seed": seed,
+                "expected": "decoding",
+                "found": cause,
+            }
+
+
 def swap_tokens(path: Path, swaps: int, seed: int) -> None:
     """Exchange the ids of `swaps` pairs of characters that the probe texts hold."""
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -298,6 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             if not args.only or {"tokenizers differ", "failed sync"} & set(args.only):
                 rows += of_live_servers(clinic, args.seeds)
+            if not args.only or "stale decoder" in args.only:
+                rows += of_stale_decoders(clinic, args.seeds)
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

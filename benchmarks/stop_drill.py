@@ -1,9 +1,9 @@
 """Stops a real run at 14 moments, from its first instruction to its steps, and counts all that is left 10 s later.
 
-`python -m benchmarks.stop_drill [--only NUMBER ...] [--json FILE]` trains the tiny model of `soak_job` with a server,
-two learner ranks, a controller and agents that are commands. Each of these starts a process in a session of its own,
-which nobody would find by its parent. `moe-trm train` is asked to stop (SIGTERM, Ctrl-C), is killed, or loses a
-process. The same command goes on from there. The last start runs to its end.
+`python -m benchmarks.stop_drill [--only NUMBER ...] [--json FILE] [key=value ...]` trains the tiny model of `soak_job`
+with a server, two learner ranks, a controller and agents that are commands. Each of these starts a process in a
+session of its own, which nobody would find by its parent. `moe-trm train` is asked to stop (SIGTERM, Ctrl-C), is
+killed, or loses a process. The same command goes on from there. The last start runs to its end.
 
 The drill runs where no other program is (`benchmarks.apart`), so everything that it finds is the run's: processes,
 entries of /dev/shm, entries of `TMPDIR`, and files with the controller's key. The run holds when no process is left at
@@ -122,8 +122,9 @@ class Left:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help=f"moments, of 1 to {len(MOMENTS)}")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if (code := apart("benchmarks.stop_drill", sys.argv[1:] if argv is None else argv)) is not None:
         return code
     chosen = [MOMENTS[number - 1] for number in args.only] if args.only else MOMENTS
@@ -134,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "agent.py").write_text(AGENT, encoding="utf-8")
         config = write_job(folder)
         for moment in chosen:
-            started = start(config, folder, ENDLESS)
+            started = start(config, folder, ENDLESS, args.overrides)
             rows.append(stopped(moment, started, folder))
             print(rows[-1], flush=True)
-        done = start(config, folder, len(metrics_of(folder / NAME)) + MORE_STEPS)
+        done = start(config, folder, len(metrics_of(folder / NAME)) + MORE_STEPS, args.overrides)
         code = done.wait()
         last = found(folder, LEFT_S)
     holds = not last.processes and not last.files and code == 0
@@ -146,11 +147,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(row["verdict"] == "holds" for row in rows) else 1
 
 
-def start(config: Path, folder: Path, steps: int) -> subprocess.Popen[bytes]:
+def start(config: Path, folder: Path, steps: int, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
     """`moe-trm train` as the leader of a group, as a shell starts it."""
     settings = [
         f"run_dir={folder}", f"name={NAME}", f"train.steps={steps}", "checkpoint.every=1", "task.reward=null",
+        "rollout.server.startup_timeout_s=900",
         f'rollout.agent=["python","{folder / "agent.py"}"]', "checkpoint.allow_changes=true", "train.eval_every=0",
+        *overrides,
     ]  # fmt: skip
     with (folder / "run.log").open("ab") as log:
         return subprocess.Popen(

@@ -40,11 +40,13 @@ from moe_trm.report.run_end import LEARNER_LOCK
 from moe_trm.rollout.access import Access, await_access, giving
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.private import Scratch
+from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
-from moe_trm.sync.rounding import rounding_of
+from moe_trm.sync.rounding import Rounding, rounding_of
 from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
@@ -238,6 +240,14 @@ def build_pusher(
 ) -> Pusher:
     """The pusher of weights to the engine: through files, or by broadcast from this machine."""
     rounding = rounding_of(config.rollout, config.train, config.seed)
+    texts = fixed_texts(config.rollout, config.sync, Path(config.model.checkpoint), rounding)
     if not access.pushes:
-        return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding)
-    return DiskPusher(learner, rollouts, Path(access.pushes), rounding)
+        return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding, texts=texts)
+    return DiskPusher(learner, rollouts, Path(access.pushes), rounding, texts)
+
+
+def fixed_texts(rollout: RolloutConfig, sync: SyncConfig, checkpoint: Path, rounding: Rounding) -> FixedTexts:
+    """The texts that prove pushes by use, where the engine scores tokens."""
+    every = sync.prove_every if rollout.traits.scores_tokens else 0
+    differs = rollout.quantization is not None or rounding.fake is not None or bool(rounding.noises)
+    return FixedTexts(ServedModel.from_checkpoint(checkpoint).vocab_size, every, scored=not differs)

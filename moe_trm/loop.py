@@ -70,9 +70,10 @@ def train(
     )
     guard = RateGuard(config.optimizer)
     advantages = Advantages(config.advantage, config.batch, config.task.reward_weights)
-    best = Best(config, folder_of(config.checkpoint, run_dir))
+    best = Best(config.eval, config.task, config.rollout, folder_of(config.checkpoint, run_dir))
     steps, done = config.train.steps, checkpoints.first_step
-    cadence, pushed, arrivals = Cadence.of(config, done), done, Arrivals(config, rollouts, phases)
+    cadence = Cadence(config.pipeline.push_every, done, steps)
+    pushed, arrivals = done, Arrivals(config, rollouts, phases)
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
         judge.restore(saved["judge"])

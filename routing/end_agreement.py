@@ -3,8 +3,9 @@
 Rows beside each other share experts. So few tokens disagree clearly where routes come a row late, and a fault of every
 sample raises what is taken for rounding. But rounding does not know where a sample ends, and such a fault does.
 
-- Windows are the first and the last 8, 16, 32, ... tokens of the samples, up to their middle. None is shorter: tokens
-  at one place may be the same ones in all samples, such as those of a template, and flip together.
+- Windows are the first and the last 8, 16, 32, ... tokens of the samples, up to their middle. None is shorter, and
+  samples of fewer than 16 tokens are left out: tokens at one place may be the same ones in all samples, such as those
+  of a template, and flip together.
 - Over all samples and layers, `q` of the recorded experts are lost in a window, and `r` outside of it. With `c = 1 -
   K / E`, which routes without any relation to the token lose, and `p` the larger of `2 r` and `SMALLEST`, the window
   is refused when `q >= p + c / 4`, and `N KL(q || p) >= EVIDENCE + log W` for its N tokens and W windows (Hoeffding
@@ -42,11 +43,13 @@ def at_ends(lost_N: np.ndarray, sample_N: np.ndarray, slots: int) -> np.ndarray:
         starts = np.flatnonzero(np.diff(sample_N, prepend=sample_N[0] - 1))
         lengths = np.diff(starts, append=len(sample_N))
         from_start = np.arange(len(sample_N)) - np.repeat(starts, lengths)
-        from_end = np.repeat(lengths, lengths) - 1 - from_start
+        length = np.repeat(lengths, lengths)
+        from_end = length - 1 - from_start
         _, bins = np.frexp(np.minimum(from_start, from_end) // SHORTEST)
-        place = (from_end < from_start).astype(np.int64), np.minimum(bins, _BINS - 1)
-        np.add.at(counts[..., 0], place, slots)
-        np.add.at(counts[..., 1], place, lost_N)
+        place = np.stack(((from_end < from_start).astype(np.int64), np.minimum(bins, _BINS - 1)))
+        place, lost_N = place[:, length >= 2 * SHORTEST], lost_N[length >= 2 * SHORTEST]
+        np.add.at(counts[..., 0], tuple(place), slots)
+        np.add.at(counts[..., 1], tuple(place), lost_N)
     return counts
 
 

@@ -17,6 +17,7 @@ from moe_trm.errors import RunError
 from moe_trm.report import changed_settings, lost_servers, run_end
 from moe_trm.report.run import CHOICES
 from moe_trm.runtime.lock import held_alone
+from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import write_private
 
 END_OF_KILLED_S = 5.0
@@ -80,7 +81,7 @@ def only_trainer(lock: Path) -> AbstractContextManager[None]:
     return held_alone(
         lock,
         "trains into this folder",
-        patience_s=END_OF_KILLED_S,
+        patience_s=patient(END_OF_KILLED_S),
         fix="choose another `name` or `run_dir` for this run",
     )
 

@@ -31,6 +31,8 @@ class EngineTraits:
             `rollout.server`, which the run starts.
         lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).
         awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
+        scores_tokens: its servers decode greedily and score given tokens, so that pushes can be proved by use
+            (`ServerBackend.decoded`, `ServerBackend.prefilled`).
         packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
             `Problem`s. Empty: none.
@@ -44,6 +46,7 @@ class EngineTraits:
     has_servers: bool = False
     lends_memory: bool = True
     awaits_weights: bool = False
+    scores_tokens: bool = False
     packages: tuple[str, ...] = ()
     rules: str = ""
 
@@ -54,6 +57,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             takes_broadcasts=True,
             has_servers=True,
             awaits_weights=True,
+            scores_tokens=True,
             packages=("sglang==0.5.23",),
             rules="moe_trm.rollout.sglang.server_flags:refusals",
         ),

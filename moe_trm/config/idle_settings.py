@@ -85,6 +85,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
         ("sync", "verify", not traits.has_weights, f"{engine} serves no weights"),
+        ("sync", "prove_every", not traits.scores_tokens, f"{engine} does not score given tokens"),
         ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         *(
@@ -167,8 +168,8 @@ def idle_settings(config: Config) -> Iterator[str]:
         if idle_now and key in getattr(config, section).model_fields_set:
             yield f"{section}.{key} has no effect: {reason}"
     noise = config.learner.layer_noise
-    if not noise.sigma and "lr" in noise.model_fields_set:
-        yield "learner.layer_noise.lr has no effect: learner.layer_noise.sigma=0"
+    if not noise.sigma and "sigma_lr" in noise.model_fields_set:
+        yield "learner.layer_noise.sigma_lr has no effect: learner.layer_noise.sigma=0"
     # The dtype of an attached server still matters: weights are pushed in it. It may start again, too.
     started = rollout.server.model_fields_set - {"dtype", "deterministic", "wait_s"}
     if started and not rollout.starts_server:

@@ -22,6 +22,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every check and figure here")
     parser.add_argument("--no-probe", action="store_true", help="only what needs no engine (seconds)")
+    parser.add_argument(
+        "--bisect",
+        action="store_true",
+        help="in place of the probe, name the first layer and operation in which the two engines differ",
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the probe's run and recording here")
 
 
@@ -40,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
             folder,
             tell,
             probe=not args.no_probe,
+            bisecting=args.bisect,
             kept=args.keep is not None,
         )
     if found.advice:

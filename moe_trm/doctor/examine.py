@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, CorrectionConfig, ModelConfig, ReplayConfig, RolloutConfig, SyncConfig
 from moe_trm.diagnostics.remedies import changes
+from moe_trm.doctor.bisect import bisect
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
@@ -54,11 +55,13 @@ def examine(
     tell: Callable[[Check], None],
     *,
     probe: bool = True,
+    bisecting: bool = False,
     kept: bool = True,
 ) -> Examination:
     """Examine everything; each check is told as soon as it is made.
 
-    The probe runs in `folder`, and only when nothing failed before it. `kept`: the folder is there afterwards.
+    The probe runs in `folder`, and only when nothing failed before it. `bisecting`: `bisect` in its place.
+    `kept`: the folder is there afterwards.
     """
     found = Examination()
 
@@ -76,6 +79,9 @@ def examine(
                 "not asked for" if found.healthy else "something above has to be repaired first",
             )
         )
+        return found
+    if bisecting:
+        add(attempt("bisect", lambda: bisect(config, folder)))
         return found
     try:
         probed = zero_update(config_path, overrides, config, folder)
@@ -146,6 +152,8 @@ def _after(
     yield _requests(seen, len(measurements))
     if rollout.traits.has_weights:
         yield _push(sync, rollout)
+    if "weights/decode_gap" in seen:
+        yield _use(seen)
     yield Check(
         "replay",
         "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
@@ -177,6 +185,14 @@ def _push(sync: SyncConfig, rollout: RolloutConfig) -> Check:
         rounds = f"cannot be verified: the engine rounds what it is sent (rollout.quantization={rollout.quantization})"
         return Check("weight push", "warn", rounds)
     return Check("weight push", "warn", "not verified", "sync.verify=true")
+
+
+def _use(seen: Mapping[str, float]) -> Check:
+    """The proof by use. Where it fails, the probe's run does, and says why."""
+    learner = seen.get("weights/learner_gap")
+    scored = "" if learner is None else f", and its prefill differs from the learner by {learner:.2g}"
+    says = f"decoding differs from the same engine's prefill by {seen['weights/decode_gap']:.2g} nats a token{scored}"
+    return Check("proof by use", "ok", says)
 
 
 def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:

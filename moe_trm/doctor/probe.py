@@ -75,7 +75,9 @@ def zero_update(config_path: str, overrides: Sequence[str], config: Config, fold
     if config.rollout.traits.samples_live:
         words += _prompts(config, folder)
         if config.rollout.starts_server:
-            words.append("rollout.server.port=0")
+            # Whatever goes on with the weights of the start differs from the first push then.
+            proved = config.sync.prove_every and config.rollout.traits.scores_tokens
+            words += ["rollout.server.port=0", f"rollout.server.random_weights={str(bool(proved)).lower()}"]
     log = folder / "job.log"
     with log.open("wb") as output:
         job = subprocess.run(

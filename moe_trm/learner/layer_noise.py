@@ -65,7 +65,7 @@ class LayerNoise:
         start = torch.full((num_layers,), math.log(settings.sigma), device=device)
         self.log_sigma = start.requires_grad_()
         self.draw: Callable[[Tensor], Tensor] = torch.randn_like
-        self._adam = torch.optim.Adam([self.log_sigma], lr=settings.lr)
+        self._adam = torch.optim.Adam([self.log_sigma], lr=settings.sigma_lr)
         self._seed, self._device, self._tracker, self._perturbs, self._steps = seed, device, tracker, False, 0
         for number, layer in layers.items():
             layer.register_forward_pre_hook(partial(self._perturb, number), with_kwargs=True)

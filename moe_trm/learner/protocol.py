@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from moe_trm.checkpoint.resumable import Resumable
 from moe_trm.sync.manifest import TensorEntry
@@ -96,8 +97,9 @@ class Learner(Resumable, Protocol):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
-        """Forward without gradient.
+        """Forward without gradient, at the rollout's temperature or at `temperature`.
 
         `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a
         snapshot to score under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a
@@ -172,6 +174,13 @@ class Learner(Resumable, Protocol):
 
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """The modules of this rank's model, by the names of its implementation, as they are called in a pass.
+
+        None of a learner that is not made of torch's modules.
+        """
+        return iter(())
 
     def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors that this rank owns to safetensors files in `directory`, rounded.

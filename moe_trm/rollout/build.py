@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from moe_trm.config.agent_rules import several_rows
+from moe_trm.config.engines import DEFAULT
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.functions.host import FunctionHost
@@ -24,6 +25,7 @@ from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler
 from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
@@ -117,7 +119,7 @@ def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampl
         EngineHttp(url, api_key, timeout_s=limits.timeout_s, max_attempts=limits.max_attempts)
         for url in config.kl.teacher
     ]
-    return TaughtSampler(sampler, servers)
+    return TaughtSampler(sampler, servers, backend_of(DEFAULT))
 
 
 def function_sampler(

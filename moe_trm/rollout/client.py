@@ -31,7 +31,7 @@ from moe_trm.runtime import wire
 from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
 from moe_trm.runtime.private import Scratch
 from moe_trm.runtime.shared_blocks import PlaceReader
-from moe_trm.sync.manifest import Meeting, TensorEntry
+from moe_trm.sync.manifest import Meeting, ScoredText, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
 GRACE_S = 30.0
@@ -170,17 +170,21 @@ class RolloutClient:
         assert table is not None
         return rank_share(batch_of(table), layer_ids)
 
-    def push(self, version: int, entries: tuple[TensorEntry, ...], *, directory: str) -> None:
+    def push(
+        self, version: int, entries: tuple[TensorEntry, ...], *, directory: str, texts: tuple[ScoredText, ...] = ()
+    ) -> None:
         """Report this rank's shard of `version`; returns when the engine serves that version, proved.
 
-        Raises `ControllerError`.
+        `texts`: of the proof by use, the same from every rank. Raises `ControllerError`.
         """
-        self._ask("push", version=version, directory=directory, entries=entries)
+        self._ask("push", version=version, directory=directory, entries=entries, texts=texts)
 
     @contextmanager
-    def pushing(self, version: int, entries: tuple[TensorEntry, ...], *, meeting: Meeting) -> Iterator[None]:
+    def pushing(
+        self, version: int, entries: tuple[TensorEntry, ...], *, meeting: Meeting, texts: tuple[ScoredText, ...] = ()
+    ) -> Iterator[None]:
         """As `push`, while the body of the `with` broadcasts the tensors to the engine."""
-        self._send("push", version=version, meeting=meeting, entries=entries)
+        self._send("push", version=version, meeting=meeting, entries=entries, texts=texts)
         yield
         self._receive("push")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.servers.seeds import Seeds
 from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.servers.use_proof import UseProof, bounds_of
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
@@ -74,6 +75,7 @@ class ServerEngine:
                 self._run,
             )
         )
+        self._use = UseProof(self._backend, bounds_of(server.dtype, config.learner.dtype))
         self._verify, self._patience_s = config.sync.verify, (server.startup_timeout_s, server.wait_s)
 
         def connect(url: str) -> EngineHttp:
@@ -229,6 +231,7 @@ class ServerEngine:
         if verifying is not None and not self._fleet.expects(push.version):
             await verifying  # the servers go on meanwhile
         self._push = push, verifying
+        self._use.begin(push.texts)
         try:
             await self._fleet.update(push.version)
         finally:
@@ -242,6 +245,7 @@ class ServerEngine:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
         self._wanted = replace(self._wanted, run=self._run)
         self._shares = version, shares
+        self._use.begin(shares[0].texts)
         await self._fleet.update(version)
 
     async def release_memory(self) -> None:
@@ -253,12 +257,12 @@ class ServerEngine:
 
         `rollout/reissued`: samples asked for again; `rollout/losses` and `rollout/recoveries`: times that a server was
         lost and came back; `rollout/lost_s`: seconds that servers were out of service, added up; `rollout/retracted`:
-        answers with routes that an engine short of memory computed again, where routes are asked for. With intake
-        processes also what `IntakePool.metrics` says.
+        answers with routes that an engine short of memory computed again, where routes are asked for. Also what
+        `UseProof.metrics` says, and with intake processes what `IntakePool.metrics` says.
         """
         retracted = {"rollout/retracted": float(self._retracted)} if self._wanted.routes else {}
         intake = self._intake.metrics() if self._intake is not None else {}
-        return self._fleet.metrics() | retracted | intake
+        return self._fleet.metrics() | self._use.metrics() | retracted | intake
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each server now."""
@@ -275,20 +279,34 @@ class ServerEngine:
             self._lease.release()
 
     async def _load(self, server: RemoteServer) -> None:
-        """Give one server the newest weights: from their folder, or by the broadcast that is waiting for it."""
+        """Give one server the newest weights, and prove them: by checksum, and by use where that is due."""
+        due = self._use.due(new=server.version is None)
+        version = await self._give(server, keeps=not due)
+        if due:
+            # A broadcast leaves no copy to give it again.
+            again = (lambda: self._give(server, keeps=False)) if self._shares is None else None
+            await self._use.prove(server.http, again)
+        server.version = version
+
+    async def _give(self, server: RemoteServer, *, keeps: bool) -> int | None:
+        """Give one server the newest weights: from their folder, or by the broadcast that is waiting for it.
+
+        `keeps`: samples may wait in it. It would go on with them before the weights are proved by use.
+        """
+        version = server.version
         await server.resume_memory("weights")
         if self._shares is not None:
+            version = self._shares[0]
             await self._receive(server, *self._shares)
         elif self._push is not None:
             push, expected = self._push
-            await self._client.load(server.http, Delivery(push, expected, self._keeping(server, push)))
-            server.version = push.version
+            version = push.version
+            small = keeps and sum(map(num_bytes, push.tensors)) <= KEPT_PUSH_BYTES
+            keeping = self._fleet.keeping(server) if small else nullcontext()
+            await self._client.load(server.http, Delivery(push, expected, keeping))
         await server.resume_memory("kv_cache")
         await self._client.loaded(server.http)
-
-    def _keeping(self, server: RemoteServer, push: WeightPush) -> AbstractContextManager[None]:
-        small = sum(map(num_bytes, push.tensors)) <= KEPT_PUSH_BYTES
-        return self._fleet.keeping(server) if small else nullcontext()
+        return version
 
     async def _receive(self, server: RemoteServer, version: int, shares: Sequence[Share]) -> None:
         if server.fenced:
@@ -301,7 +319,6 @@ class ServerEngine:
                 "with sync.method=disk a server that comes back is given its weights again.",
             )
         await self._client.receive(server.http, version, shares)
-        server.version = version
 
 
 def _seeded(params: SamplingParams, seed: int | None) -> SamplingParams:

@@ -32,7 +32,7 @@ from moe_trm.rollout.rank_share import rank_share
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import Place, place_of
 from moe_trm.sync.disk import finish_push
-from moe_trm.sync.manifest import Meeting, Share, TensorEntry
+from moe_trm.sync.manifest import Meeting, ScoredText, Share, TensorEntry
 from moe_trm.types import ServerState
 
 LAST_ANSWERS_S = 5.0
@@ -83,6 +83,7 @@ class Request(msgspec.Struct, frozen=True):
     directory: str = ""
     entries: tuple[TensorEntry, ...] = ()
     meeting: Meeting | None = None
+    texts: tuple[ScoredText, ...] = ()
     state: dict[str, Any] = {}
 
 
@@ -235,11 +236,12 @@ class ControllerService:
     async def _load(self, request: Request) -> None:
         shards = [shard for _, shard in sorted(self._shards.pop(request.version).items())]
         if request.meeting is not None:
-            shares = [Share(shard.meeting, shard.entries) for shard in shards if shard.meeting is not None]
+            shares = [Share(shard.meeting, shard.entries, shard.texts) for shard in shards if shard.meeting is not None]
             await self._controller.receive_weights(request.version, shares)
             return
         entries = tuple(entry for shard in shards for entry in shard.entries)
-        await self._controller.load_weights(finish_push(request.directory, entries, request.version, self._checkpoint))
+        push = finish_push(request.directory, entries, request.version, self._checkpoint)
+        await self._controller.load_weights(msgspec.structs.replace(push, texts=shards[0].texts))
 
     async def _evaluate(self, request: Request) -> ControllerReply:
         await self._settled()

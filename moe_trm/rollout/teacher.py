@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe_trm.errors import EngineError, RecordRejected
+from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
+from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
@@ -30,11 +31,12 @@ class TaughtSampler:
 
     Args:
         sampler: makes samples and answers.
-        servers: SGLang servers of the teacher; each row goes to the next one.
+        servers: of the teacher; each row goes to the next one.
+        backend: of their engine.
     """
 
-    def __init__(self, sampler: Sampler, servers: Sequence[EngineHttp]) -> None:
-        self._sampler, self._servers = sampler, servers
+    def __init__(self, sampler: Sampler, servers: Sequence[EngineHttp], backend: ServerBackend) -> None:
+        self._sampler, self._servers, self._backend = sampler, servers, backend
         self._rows, self._tokens, self._twice, self._gap = 0, 0, 0, 0.0
 
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
@@ -68,44 +70,22 @@ class TaughtSampler:
     async def _taught(self, row: RolloutRecord) -> RolloutRecord:
         server, repeats = self._servers[self._rows % len(self._servers)], self._rows % SCORED_TWICE == 0
         self._rows, self._tokens = self._rows + 1, self._tokens + row.num_sampled
-        logprobs = await _logprobs(server, row)
+        logprobs = await self._logprobs(server, row)
         if repeats and row.num_sampled:
-            again = await _logprobs(server, row)
+            again = await self._logprobs(server, row)
             self._twice, self._gap = self._twice + row.num_sampled, self._gap + float(np.abs(again - logprobs).sum())
         return row.changed(teacher_logprobs=logprobs)
 
-
-async def _logprobs(server: EngineHttp, row: RolloutRecord) -> np.ndarray:
-    """`[S]` float32 log-probs of the row's sampled tokens, by one prefill."""
-    tokens = row.tokens.tolist()
-    # The first token has none, and is never sampled.
-    answer = await server.post(
-        "/generate",
-        {
-            "input_ids": tokens,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        },
-    )
-    scored = answer.get("meta_info", {}).get("input_token_logprobs", [])
-    told = [entry[1] for entry in scored]
-    # SGLang writes 0 for the last id of the vocabulary, which it takes for the place of an image.
-    if told not in (tokens, [0 if token == max(tokens) else token for token in tokens]):
-        raise EngineError(
-            "the teacher's answer is not of the tokens that it was sent",
-            where=server.url,
-            got=f"log-probs of {len(scored)} tokens",
-            expected=f"those of the {len(tokens)} tokens of sample {row.sample_id}",
-            fix="kl.teacher names SGLang servers whose model has the policy's tokens",
-        )
-    logprobs = np.array([entry[0] for entry, sampled in zip(scored, row.sampled, strict=True) if sampled], np.float32)
-    if not np.isfinite(logprobs).all():
-        raise RecordRejected(
-            "teacher_nan",
-            "the teacher gave log-probs that are not finite",
-            where=f"sample {row.sample_id}",
-            got=f"{int((~np.isfinite(logprobs)).sum())} of {len(logprobs)}",
-            expected="finite log-probs",
-        )
-    return logprobs
+    async def _logprobs(self, server: EngineHttp, row: RolloutRecord) -> np.ndarray:
+        """`[S]` float32 log-probs of the row's sampled tokens, by one prefill."""
+        scored = await self._backend.prefilled(server, row.tokens.tolist())
+        logprobs: np.ndarray = scored[row.sampled[1:]].astype(np.float32)  # the first token is never sampled
+        if not np.isfinite(logprobs).all():
+            raise RecordRejected(
+                "teacher_nan",
+                "the teacher gave log-probs that are not finite",
+                where=f"sample {row.sample_id}",
+                got=f"{int((~np.isfinite(logprobs)).sum())} of {len(logprobs)}",
+                expected="finite log-probs",
+            )
+        return logprobs

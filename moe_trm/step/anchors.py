@@ -88,7 +88,7 @@ class Anchors:
         # A live engine samples anew after a resumption; a recording gives again what older weights sampled.
         self._saved = not config.rollout.traits.samples_live
         # A recording may be of a run that began between two pushes.
-        self._cadence = Cadence.of(config, first) if not self._saved else Cadence(1, first, config.train.steps)
+        self._cadence = Cadence(1 if self._saved else config.pipeline.push_every, first, config.train.steps)
         self._kept: list[int] = []
         self._streams, self._start = config.pipeline.stream and config.learner.minibatches > 1, START
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import EvalConfig, RolloutConfig, TaskConfig
 from moe_trm.config.task_rules import best_metric
 from moe_trm.learner.protocol import Learner
 
@@ -23,14 +23,14 @@ class Best:
     Every rank makes one, and all are offered the same evaluations.
 
     Args:
-        config: the run's configuration.
+        evaluation, task, rollout: the run's sections.
         folder: the run's checkpoints, which all ranks must see.
     """
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig, folder: Path) -> None:
         self._keeps, self._metric, self._path = (
-            config.eval.keep_best,
-            best_metric(config.eval, config.task, config.rollout),
+            evaluation.keep_best,
+            best_metric(evaluation, task, rollout),
             folder / "best",
         )
         self._value: float | None = None

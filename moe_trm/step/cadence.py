@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_trm.config.schema import Config
-
 
 @dataclass(frozen=True)
 class Cadence:
@@ -22,11 +20,6 @@ class Cadence:
     every: int
     first: int
     last: int
-
-    @classmethod
-    def of(cls, config: Config, first: int) -> Cadence:
-        """That of a run that goes on after step `first`."""
-        return cls(config.pipeline.push_every, first, config.train.steps)
 
     def pushes(self, version: int) -> bool:
         """True when the engine is given this version."""

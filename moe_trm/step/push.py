@@ -7,6 +7,7 @@ from typing import Protocol
 
 from moe_trm.learner.protocol import Learner
 from moe_trm.rollout.client import RolloutClient
+from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.rounding import Rounding
 
@@ -31,15 +32,19 @@ class DiskPusher:
         rollouts: the controller.
         root: a folder of this run alone that the engine sees too, shared memory where it can be.
         rounding: of the weights on their way.
+        texts: of the proof by use.
     """
 
-    def __init__(self, learner: Learner, rollouts: RolloutClient, root: Path, rounding: Rounding) -> None:
+    def __init__(
+        self, learner: Learner, rollouts: RolloutClient, root: Path, rounding: Rounding, texts: FixedTexts
+    ) -> None:
         self._learner, self._rollouts, self._root, self._rounding = learner, rollouts, root, rounding
+        self._texts = texts
 
     def push(self, version: int) -> None:
         directory = str(self._root / f"v{version:06d}")
         entries = self._learner.export_shard(directory, self._rounding.at(version))
-        self._rollouts.push(version, entries, directory=directory)
+        self._rollouts.push(version, entries, directory=directory, texts=self._texts.take(self._learner))
 
 
 class BroadcastPusher:
@@ -52,19 +57,28 @@ class BroadcastPusher:
         rank: of this process, which names its group.
         address: of this machine, as the engine and the controller reach it.
         rounding: of the weights on their way.
+        texts: of the proof by use.
     """
 
     def __init__(
-        self, learner: Learner, rollouts: RolloutClient, *, rank: int, address: str, rounding: Rounding
+        self,
+        learner: Learner,
+        rollouts: RolloutClient,
+        *,
+        rank: int,
+        address: str,
+        rounding: Rounding,
+        texts: FixedTexts,
     ) -> None:
-        self._learner, self._rollouts, self._rounding = learner, rollouts, rounding
+        self._learner, self._rollouts, self._rounding, self._texts = learner, rollouts, rounding, texts
         self._sender = Sender(f"moe-trm-rank-{rank}", address)
         self._connected = False
 
     def push(self, version: int) -> None:
         rounding = self._rounding.at(version)
         entries = announce(self._learner.owned_tensors(), rounding)
-        with self._rollouts.pushing(version, entries, meeting=self._sender.meeting):
+        texts = self._texts.take(self._learner)
+        with self._rollouts.pushing(version, entries, meeting=self._sender.meeting, texts=texts):
             if not self._connected:
                 self._sender.connect()
                 self._connected = True

@@ -19,6 +19,17 @@ class TensorEntry(msgspec.Struct, frozen=True):
     digest: str
 
 
+class ScoredText(msgspec.Struct, frozen=True):
+    """A fixed text of the proof by use, as the learner scores it at the weights of a push.
+
+    `logprobs`: of the tokens after the first, at temperature 1, nats. Empty where the engine computes with rounded or
+    noisy weights on purpose, and in the proof of a server that comes back between two pushes that are proved by use.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+
+
 class Meeting(msgspec.Struct, frozen=True):
     """Meeting point of one sending rank with the engine and the witness (distributed method): a separate TCP store."""
 
@@ -28,18 +39,21 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """Tensors that one rank sends in a distributed push, in order, and its meeting point."""
+    """Tensors that one rank sends in a distributed push, in order, and its meeting point; `texts` as of a push."""
 
     meeting: Meeting
     entries: tuple[TensorEntry, ...]
+    texts: tuple[ScoredText, ...] = ()
 
 
 class WeightPush(msgspec.Struct, frozen=True):
     """Version `version` of all weights, in Hugging Face names and the engine's dtype.
 
-    `directory` holds config.json, the safetensors shards and their index (disk method).
+    `directory` holds config.json, the safetensors shards and their index (disk method). `texts`: with which it is
+    proved by use; none where it is not.
     """
 
     version: int
     directory: str
     tensors: tuple[TensorEntry, ...]
+    texts: tuple[ScoredText, ...] = ()

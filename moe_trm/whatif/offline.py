@@ -63,6 +63,7 @@ class RecordedLearner:
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """The recorded scores under the weights of the update that is held."""
         assert self._update is not None

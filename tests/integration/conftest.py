@@ -76,6 +76,7 @@ def other_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollout_config(tiny_moe: Path) -> Config:
     """Configuration of the shared server, before its port is known. Its log has a line for every request."""
     server = {"port": 0, "dtype": "float32", "max_total_tokens": 32768, "extra_args": ("--log-level-http", "info")}
+    server["startup_timeout_s"] = 1200  # on a machine that has other work
     return Config.model_validate(
         {
             "model": {"checkpoint": str(tiny_moe)},

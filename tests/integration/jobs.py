@@ -73,5 +73,8 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
         "rollout/reissued",
         "rollout/los",
         "rollout/retracted",
+        "weights/decode_gap",  # a recording decodes nothing
+        "weights/learner_gap",
+        "weights/proof_s",
     )
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]

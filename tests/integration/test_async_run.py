@@ -45,6 +45,9 @@ WATCHED = {
     "rollout/servers_lost",
     "rollout/losses",
     "rollout/lost_s",
+    "weights/decode_gap",
+    "weights/learner_gap",
+    "weights/proof_s",
     "rollout/retracted",
     "records/dropped/age",
 }

@@ -7,7 +7,6 @@ engine stands the policy itself: ZeRO exchanges the storage of parameters, which
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import routing.hf
-from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.lora import DeepSpeedAdapters
@@ -32,24 +30,9 @@ from moe_trm.learner.protocol import UpdateResult
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
-from moe_trm.probe.run import Probe
-from moe_trm.step.anchors import Anchors
-from moe_trm.step.objective import Objective
-from moe_trm.sync.rounding import Rounding
-from moe_trm.types import TokenBatch, TrainBatch, TrainRow
 from routing.hf import HFReplayer
+from tests.integration.learner_support.one_step import SETTINGS, figures_of_a_step
 from tests.unit.other_device import DEVICE, move, other_device
-from tests.unit.records import make_record
-
-SETTINGS: dict[str, Any] = {
-    "rollout": {"temperature": 0.9, "top_p": 0.9},
-    "pipeline": {"mode": "async", "max_staleness": 2, "behavior": "snapshot"},
-    "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 9.0}}, {"name": "token_tis"}]},
-    "learner": {"backend": "deepspeed"},
-    "replay": {"mode": "R3", "max_local_flip_rate": 1.0},
-    "loss": {"entropy_coef": 0.01},
-    "probe": {"every": 1},
-}
 
 
 class PlainEngine:
@@ -109,15 +92,16 @@ def test_a_step_has_the_values_of_a_cpu(
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def valued(batch: TokenBatch) -> TokenBatch:
-    """Advantages of both signs."""
-    rows = torch.arange(len(batch.mask), device=batch.mask.device)[:, None]
-    return replace(batch, advantages=torch.where(batch.mask, 1.0 - 1.5 * (rows % 2), 0.0))
-
-
 def stepped(checkpoint: Path, device: torch.device, folder: Path, *, packed: bool) -> dict[str, float]:
     """Figures of a step with stale rows and one after it: anchors, probe, updates, push; and what was pushed."""
-    config = Config.model_validate({"model": {"checkpoint": str(checkpoint)}, **SETTINGS})
+    config = Config.model_validate(
+        {
+            "model": {"checkpoint": str(checkpoint)},
+            **SETTINGS,
+            "learner": {"backend": "deepspeed"},
+            "batch": {"layout": "packed" if packed else "padded"},
+        }
+    )
     policy = load_policy(HfCheckpoint(checkpoint), "float32", recompute=True, packed=packed)
     if device == DEVICE:
         move(policy)
@@ -137,20 +121,4 @@ def stepped(checkpoint: Path, device: torch.device, folder: Path, *, packed: boo
         device=device,
         packed=packed,
     )
-    objective, probe = Objective(config), Probe(config, folder, "R3")
-    anchors = Anchors(config, "R3", whole=objective.whole)
-    for step in (1, 2):
-        made = [make_record(sample_id=i, num_sampled=3 + 2 * i, version=i % step).bound() for i in range(3)]
-        rows = [TrainRow(record) for record in made]
-        [minis] = plan_step(rows, seed=0, step=step, minibatches=1, data_size=1, micro_batch_rows=2)
-        batch = TrainBatch(step, tuple(minis), {}, tuple(range(step)))
-        parts = anchors.score(learner, batch, every=True)
-    [part] = [replace(part, batches=[valued(each) for each in part.batches]) for part in parts]
-    figures = probe.run(2, learner, [part])
-    update = learner.update(part.batches, part.sources, objective.bind(part, learner, first=True), entropy=True)
-    figures |= objective.take(learner)
-    entries = learner.export_shard(str(folder), Rounding("bfloat16"))
-    pushed = {name: float(tensor.float().abs().sum()) for name, tensor in learner.owned_tensors()}
-    assert {entry.name for entry in entries} == pushed.keys()
-    assert part.scores[0].logprobs.device == device
-    return figures | pushed | {"norm": update.grad_norm, "replayed": learner.replay_report().applied_fraction or 0.0}
+    return figures_of_a_step(config, learner, device, folder)

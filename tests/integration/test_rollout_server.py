@@ -21,6 +21,7 @@ from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.rollout.single_turn import SingleTurn
@@ -70,7 +71,7 @@ def test_as_a_teacher_it_gives_the_log_probs_of_what_it_sampled_itself(
                 pass
 
         teacher = EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=60.0, max_attempts=1)
-        sampler = TaughtSampler(Engine(), [teacher])
+        sampler = TaughtSampler(Engine(), [teacher], SglangBackend())
         made = (sampler.sample(prompt, sample_id=i, group_id=i) for i, prompt in enumerate(prompts(8)))
         try:
             found = list(await asyncio.gather(*made))

@@ -41,6 +41,7 @@ class StandInLearner(Learner):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         return self.scored(batches, sources, weights)
 
@@ -49,6 +50,9 @@ class StandInLearner(Learner):
     ) -> list[Scores]:
         """What `score` returns; without the kept mass."""
         raise _unexpected("score")
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        raise _unexpected("named_modules")
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         raise _unexpected("snapshot")

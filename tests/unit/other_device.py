@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_TYPE = Tensor.type
 _AS_DATA = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
 
 
@@ -53,18 +55,25 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Between tensors and lists torch asks no subclass."""
+    """Between tensors and lists, and about `data` and the name of a type, torch asks no subclass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.tolist:
             return func(args[0].cpu())
+        if func == _SET_DATA and isinstance(args[0], _Elsewhere):
+            args[0].host = args[1].host
+            return func(*args)
+        if func == _GET_DATA and isinstance(args[0], _Elsewhere):
+            return _Elsewhere(args[0].host.data)
+        if func is _TYPE and isinstance(args[0], _Elsewhere) and len(args) == 1:
+            return func(args[0].host)
         if func in _AS_DATA:
             like = args[0] if func is Tensor.new_tensor else None
             device = torch.device(kwargs.pop("device", None) or (CPU if like is None else like.device))
             if like is not None:
                 func, args, kwargs = torch.tensor, args[1:], {"dtype": like.dtype} | kwargs
-            return func(*args, **kwargs, device=CPU).to(device)
+            return func(*_on_host(args), **kwargs, device=CPU).to(device)
         return func(*args, **kwargs)
 
 
@@ -120,13 +129,15 @@ def other_device() -> Iterator[torch.device]:
         yield DEVICE
 
 
-def move(module: nn.Module) -> None:
-    """All parameters and buffers of `module`, onto `DEVICE`; what is shared stays shared."""
+def move(module: nn.Module) -> nn.Module:
+    """`module`, with all parameters and buffers moved onto `DEVICE`; what is shared stays shared."""
     moved: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 fresh = nn.Parameter(parameter.detach().to(DEVICE), parameter.requires_grad)
+                fresh.__dict__.update(vars(parameter))
                 part._parameters[name] = moved.setdefault(id(parameter), fresh)
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(DEVICE)
+    return module

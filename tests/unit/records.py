@@ -22,12 +22,13 @@ def make_record(
     num_sampled: int = 5,
     version: int = 0,
     reward: float | None = 1.0,
+    layers: Sequence[int] = LAYERS,
 ) -> RolloutRecord:
     """A valid record with random tokens, distinct experts and three kept ids per position, by `sample_id`."""
     rng = np.random.default_rng(sample_id)
     total = num_prompt + num_sampled
     tokens = rng.integers(0, VOCAB, total).astype(np.int32)
-    experts = rng.random((total - 1, len(LAYERS), EXPERTS)).argsort(-1)[..., :TOP_K]
+    experts = rng.random((total - 1, len(layers), EXPERTS)).argsort(-1)[..., :TOP_K]
     kept = (tokens[num_prompt:, None] + np.arange(3)) % VOCAB
     support = np.log(np.tile([0.5, 0.25, 0.25], (num_sampled, 1))).astype(np.float32)
     return RolloutRecord(
@@ -40,7 +41,7 @@ def make_record(
         rollout_logprobs=support[:, 0].copy(),
         full_logprobs=support[:, 0] + np.float32(np.log(0.9)),
         versions=np.full(num_sampled, version, np.int32),
-        routes=RouteRecord(experts.astype(np.uint8), LAYERS, EXPERTS, token_digest(tokens)),
+        routes=RouteRecord(experts.astype(np.uint8), tuple(layers), EXPERTS, token_digest(tokens)),
         sampling_mask=SamplingMask(
             kept.reshape(-1).astype(np.int32), np.arange(num_sampled + 1, dtype=np.int64) * 3, support.reshape(-1)
         ).ascending(),

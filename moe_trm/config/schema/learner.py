@@ -132,13 +132,13 @@ class LossScaleConfig(Section):
 class LayerNoiseConfig(Section):
     """Learned noise in updates (ALP): N(0, sigma^2) on the input of every decoder layer, with a sigma for each of them.
 
-    Only updates are perturbed. The perturbed policy is the numerator of current / rollout, so it needs a preset
-    `bypass_*`. Try 1e-3, or a hundredth of what hidden states usually are.
+    Only updates are perturbed, so `update/first_nonzero_fraction` is not 0. The perturbed policy is the numerator of
+    current / rollout, so it needs a preset `bypass_*`. Try 1e-3, or a hundredth of what hidden states usually are.
     """
 
     sigma: Annotated[float, Field(ge=0)] = 0.0
     """Sigma of every layer at the start; 0: no noise. Their mean is `optimizer/layer_noise`."""
-    lr: Annotated[float, Field(ge=0)] = 5e-4
+    sigma_lr: Annotated[float, Field(ge=0)] = 5e-4
     """Learning rate of log sigma, by an Adam of its own, without warm-up, schedule or clipping; 0: sigma stays."""
 
 
@@ -211,3 +211,7 @@ class SyncConfig(Section):
     """Folder for pushes; none: shared memory where it exists, else the run directory."""
     verify: bool = True
     """Compare the engine's checksum of every loaded tensor with what the learner meant to send."""
+    prove_every: Annotated[int, Field(ge=0)] = 10
+    """Prove pushes by use as well: the first three of a run and every N-th after them; 1: every push, 0: none. Each
+    server decodes a few fixed texts. The log-probs of what it decoded are compared with its own prefill of the same
+    tokens, and its prefill of the texts with the learner's scores (docs/pipeline.md)."""

@@ -53,6 +53,10 @@ class ServerConfig(Section):
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """A server that generated nothing for so many seconds counts as hung, whatever else it does. Set it longer than a
     weight push takes, also on a loaded machine."""
+    random_weights: bool = False
+    """Begin with random weights in place of the checkpoint's. The first push, which every run makes before it samples,
+    brings the real ones. What goes on computing with the weights of the start is found at that push
+    (`sync.prove_every`), and the checkpoint is read once less. `moe-trm doctor` starts its server so."""
     extra_args: tuple[str, ...] = ()
     """Further arguments of the engine's server, as typed on its command line."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -69,6 +69,11 @@ class DeepSpeedLearner(LearnerBase):
         self._engine, self._optimizer = engine, optimizer
         self._temperature, self._device, self._packed = temperature, device, packed
 
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """See `Learner.named_modules`."""
+        modules: Iterator[tuple[str, torch.nn.Module]] = self._engine.module.named_modules()
+        return modules
+
     @torch.no_grad()
     def score(
         self,
@@ -77,10 +82,11 @@ class DeepSpeedLearner(LearnerBase):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
         self._engine.eval()
-        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
+        scoring_of = partial(Scoring.of, temperature=temperature or self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
             if replays(sources):

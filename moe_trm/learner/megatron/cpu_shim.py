@@ -144,7 +144,7 @@ def _install_dispatcher() -> None:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
                 value = getattr(self, name)
                 if torch.is_tensor(value):
-                    setattr(self, name, value.numpy())
+                    setattr(self, name, value.cpu().numpy())
         return tokens_per_expert
 
     # token_dispatcher.py:444 creates a CUDA stream unless one is there; :862 copies the splits to the host on it.

@@ -5,9 +5,10 @@ Shape letters: B rows, R padded row length, C columns of this rank, P channels o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from megatron.core import parallel_state
@@ -85,6 +86,10 @@ class MegatronLearner(LearnerBase):
         self._schedule = Schedule(wrapped, parts, replayer, device)
         self._has_gradients = True
 
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """See `Learner.named_modules`."""
+        return chain.from_iterable(chunk.named_modules() for chunk in self._chunks)
+
     @torch.no_grad()
     def score(
         self,
@@ -93,10 +98,11 @@ class MegatronLearner(LearnerBase):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
         self._train(False)
-        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
+        scoring_of = partial(Scoring.of, temperature=temperature or self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             channels, kept = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):

@@ -11,7 +11,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+from torch import Tensor
 
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config
@@ -21,6 +24,8 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,32 @@ class ServerBackend(AnswerFormat):
     @abstractmethod
     def client(self, requirements: Requirements) -> ServerClient:
         """The controller's side of a run."""
+
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        """The `count` likeliest tokens after `token_ids`, none of them ending the answer, and their log-probs.
+
+        The log-probs are of decoding itself, at temperature 1, nats. Asked where `EngineTraits.scores_tokens` is set.
+        Raises `EngineError`.
+        """
+        raise NotImplementedError
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        """`[T - 1]` log-probs of the tokens after the first at temperature 1, nats, by one prefill of all tokens.
+
+        Nothing of the prefix cache is used. Asked where `EngineTraits.scores_tokens` is set. Raises `EngineError`.
+        """
+        raise NotImplementedError
+
+    def writing_states(self, folder: Path) -> Sequence[str]:
+        """Arguments with which a server writes the hidden states of every pass into `folder`. Raises `ConfigError`."""
+        raise ConfigError("servers of this engine write no hidden states", where=f"config key {KEY}")
+
+    def hidden_states(self, folder: Path, token_ids: Sequence[int], num_layers: int) -> Mapping[str, Tensor]:
+        """`[T, D]` that a server so started wrote of the prefill of these tokens, named as by `stream_names`.
+
+        Raises `EngineError`.
+        """
+        raise NotImplementedError
 
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """The server's ids of a text, without special tokens; None where it does not say. Raises `EngineError`."""

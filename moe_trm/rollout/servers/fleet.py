@@ -12,6 +12,8 @@ it is back. Only the first answer is read.
 Behind a router, the router chooses among the servers in service. They are then given weights at the same time, since
 it is unknown which of them a sample would reach. When one is lost, all samples in flight are requested again, since
 it is unknown which it had.
+
+A server that computes with other weights than it was given is left out for good. The last one stops the run.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
+from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
 from moe_trm.rollout.servers.endpoint import Post, T
 from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, refused
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
+from moe_trm.rollout.servers.use_proof import ServerUnfit
 from moe_trm.runtime.patience import patient
 from moe_trm.types import ServerState
 
@@ -85,7 +88,7 @@ class Fleet:
         self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self.reissued = self.lost = self.recovered = self._refused = 0
-        self._answers, self._suspects = False, set[RemoteServer]()
+        self._answers, self._suspects, self._unfit = False, set[RemoteServer](), set[RemoteServer]()
         self._lost_s = 0.0
 
     def start(self) -> None:
@@ -232,6 +235,8 @@ class Fleet:
         self._updates[server] = asyncio.ensure_future(self._give(server))
         try:
             await self._updates[server]
+        except ServerUnfit as error:
+            self._leave_out(server, error)
         except EngineLost as error:
             self._fence(server, error)
         except asyncio.CancelledError:
@@ -320,12 +325,23 @@ class Fleet:
             why = f"nothing in {door_s:g} s, twice"
             self._fence(server, EngineLost("the rollout server is silent", where=server.http.url, got=why))
 
-    def _fence(self, server: RemoteServer, why: EngineError) -> None:
-        if server.fenced:
+    def _leave_out(self, server: RemoteServer, why: ServerUnfit) -> None:
+        """Go on without this server for good. Raises `why` where it is the last one."""
+        self._unfit.add(server)
+        if self._unfit == {*self.servers}:
+            raise why
+        self._fence(server, why)
+
+    def _fence(self, server: RemoteServer, why: MoeTrmError) -> None:
+        """Take it out of service until it is repaired, or for good."""
+        unfit = server in self._unfit
+        if server.fenced and not unfit:
             return
+        self.lost += not server.fenced
         server.fence(f"{why.what} ({why.got})" if why.got is not None else why.what)
-        self.lost += 1
         log.warning("rollout server %s is out of service: %s", server.http.url, server.why)
+        if unfit:
+            return
         if server in self._updates:
             self._updates[server].cancel()
         self._repairs[server] = asyncio.ensure_future(self._repair(server))
@@ -344,6 +360,9 @@ class Fleet:
                 if await server.generates(patient(HEALTH_S)):
                     await self._prove(server)
                     break
+            except ServerUnfit as error:
+                self._leave_out(server, error)
+                return
             except SyncError as error:
                 # A slow server may come too late: files of a push are deleted when there are two newer ones.
                 if newest == self._version:

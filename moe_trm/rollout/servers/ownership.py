@@ -17,6 +17,7 @@ import urllib.parse
 from contextlib import suppress
 
 from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.runtime.patience import patient
 
 LEASE_WAIT_S = 20.0
 """A run that was stopped or killed may take so long to end."""
@@ -41,7 +42,7 @@ class Lease:
         if sys.platform != "linux":
             return
         name = await asyncio.to_thread(_name, url, api_key or "")
-        until = time.monotonic() + LEASE_WAIT_S
+        until = time.monotonic() + patient(LEASE_WAIT_S)
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._held.append(holder)
         while True:

@@ -87,7 +87,8 @@ class RemoteServer:
 
     def fence(self, why: str) -> None:
         """Take it out of service and drop its requests in flight."""
-        self.fenced, self.why, self._fenced_at = True, why, time.monotonic()
+        self._fenced_at = self._fenced_at if self.fenced else time.monotonic()
+        self.fenced, self.why = True, why
         self.released = False  # one that comes back was started anew
         self.give_up()
 

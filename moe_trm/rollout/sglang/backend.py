@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineLost, refuse_together
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.rollout.servers.backend import Requirements, ServerBackend
+from moe_trm.rollout.servers.backend import Array, Requirements, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
+from moe_trm.rollout.sglang.given_tokens import greedy_tokens, scores_of
+from moe_trm.rollout.sglang.hidden_states import FLAG, read_states
 from moe_trm.rollout.sglang.launch import launched
 from moe_trm.rollout.sglang.served_differences import (
     check_epsilons,
@@ -75,6 +79,22 @@ class SglangBackend(SglangAnswers, ServerBackend):
     def client(self, requirements: Requirements) -> SglangClient:
         """Checks by `/server_info`, pushes by folder or broadcast."""
         return SglangClient(requirements)
+
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        """See `greedy_tokens`."""
+        return await greedy_tokens(http, token_ids, count)
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        """See `scores_of`."""
+        return await scores_of(http, token_ids)
+
+    def writing_states(self, folder: Path) -> Sequence[str]:
+        """See `hidden_states.FLAG`."""
+        return FLAG, str(folder)
+
+    def hidden_states(self, folder: Path, token_ids: Sequence[int], num_layers: int) -> Mapping[str, Tensor]:
+        """See `read_states`."""
+        return read_states(folder, token_ids, num_layers)
 
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """By `/tokenize`."""

@@ -34,7 +34,7 @@ def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[
     secret = folder / "api-key.yaml"
     write_private(secret, f'api-key: "{api_key}"\n'.encode())
     command = launch_command(config, served, port, config_file=str(secret))
-    command += RANDOM_WEIGHTS if served != checkpoint else ()
+    command += RANDOM_WEIGHTS if served != checkpoint or settings.random_weights else ()
     cpu = on_cpu(settings)
     alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
     environment = child_environment(os.environ, cpu, folder, alone=alone)

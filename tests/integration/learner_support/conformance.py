@@ -54,7 +54,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                     "offload_optimizer": options.get("offload") == "1",
                     "recompute": options.get("recompute", "none"),
                     "freeze_router": options.get("freeze") == "1",
-                    "layer_noise": {"sigma": float(options.get("noise", 0.0)), "lr": 0.1},
+                    "layer_noise": {"sigma": float(options.get("noise", 0.0)), "sigma_lr": 0.1},
                     "dtype": options.get("dtype", "float32"),
                     "transformer_engine": options.get("te", "auto"),
                     "fp8": options.get("fp8", "none"),

@@ -27,7 +27,7 @@ STEP = {
 }
 
 
-def verdict(changes: dict[str, Any], steps: int = 2, **ran: int) -> object:
+def verdict(changes: dict[str, Any], steps: int = 2, **ran: Any) -> object:
     return judged(Ran([{}, STEP, STEP | changes], **ran), steps, eta=2)["verdict"]
 
 
@@ -54,7 +54,7 @@ def test_a_run_that_holds() -> None:
         ({}, {"unexplained": 1}, "the run ended by itself"),
     ],
 )
-def test_each_fault_is_told(changes: dict[str, Any], ran: dict[str, int], fault: str) -> None:
+def test_each_fault_is_told(changes: dict[str, Any], ran: dict[str, Any], fault: str) -> None:
     assert verdict(changes, **ran) == fault
 
 
@@ -113,7 +113,7 @@ class Noted(Disturber):
 def test_all_disturbances_come_in_an_order_that_the_seed_fixes() -> None:
     runs = []
     for _ in range(2):
-        disturber = Noted([type("Server", (), {"url": "u"})()], 1e-4, 3, lambda: 0, [])  # type: ignore[list-item]
+        disturber = Noted([type("Server", (), {"url": "u"})()], 1e-4, 3, lambda: 0, [])
         disturber.disturb()
         runs.append(disturber.faults)
         assert sum(disturber.done.values()) == 40

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import stop_drill
@@ -32,7 +33,7 @@ def test_all_that_a_run_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / folder).mkdir()
     monkeypatch.setattr(stop_drill, "SHARED", tmp_path / "shm")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        monkeypatch.setattr(stop_drill, "others", lambda: [stop_drill.psutil.Process(process.pid)])
+        monkeypatch.setattr(stop_drill, "others", lambda: [psutil.Process(process.pid)])
         (tmp_path / "shm" / "moe-trm-a").mkdir()
         (tmp_path / "tmp" / "moe-trm-b").mkdir()
         (tmp_path / NAME / ".controller-access.json.x").touch()

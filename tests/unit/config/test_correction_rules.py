@@ -57,8 +57,8 @@ def test_noise_on_layers_needs_the_ratio_to_what_sampled(tmp_path: Path) -> None
         ["loss.name=unclipped", "loss.parameters={ratio: total}"],
     ):
         load(file, [noise, *others])
-    idle = "learner.layer_noise.lr has no effect"
-    assert any(idle in warning for warning in warnings(load(file, ["learner.layer_noise.lr=0.1"])))
+    idle = "learner.layer_noise.sigma_lr has no effect"
+    assert any(idle in warning for warning in warnings(load(file, ["learner.layer_noise.sigma_lr=0.1"])))
     assert not any(idle in warning for warning in warnings(load(file, [noise, "correction.preset=bypass_pg_is"])))
 
 

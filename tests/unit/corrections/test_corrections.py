@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -309,6 +310,7 @@ def every_other(evidence: Evidence, log_ratio: Tensor) -> Correction:
         [("seq_mis", {"low": 0.5, "high": 2.0})],
         [("seq_tis", {}), ("seq_mis", {"low": 0.8, "high": 1.5})],
         [("token_tis", {}), ("trm_max", {"max_kl": 0.1}), ("seq_tis", {})],
+        [("seq_tis", {"cap": 1.1}), ("seq_mis", {"low": 0.8, "high": 99.0}), ("ser", {"max_score": 0.3015})],
         [],
     ],
 )
@@ -319,10 +321,13 @@ def test_joint_weights_against_a_loop_over_tokens(fx: WorkedExample, rules: list
     found = [every_other if name == "own" else corrections.get(name) for name, _ in rules]
     bound = [one.bind(**chosen) for one, (_, chosen) in zip(found, rules, strict=True)]
     applied = corrections.compose(bound)(fx.evidence)
-    weights = [
-        float(applied.weights[row, column]) if applied.keep[row, column] else 0.0
-        for row, column in fx.mask.nonzero().tolist()
-    ]
+    alone = [one(fx.evidence, **chosen) for one, (_, chosen) in zip(found, rules, strict=True)]
+    weights = []
+    for row, column in fx.mask.nonzero().tolist():
+        kept = all(bool(one.keep[row, column]) for one in alone)
+        weights.append(math.prod(float(one.weights[row, column]) for one in alone) if kept else 0.0)
+        assert bool(applied.keep[row, column]) == kept
+        assert not kept or float(applied.weights[row, column]) == pytest.approx(weights[-1])
     mean = sum(weights) / len(weights)
     square = sum(weight**2 for weight in weights) / len(weights)
     told = corrections.finalize(applied.metrics)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -29,7 +29,7 @@ from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.servers.backend import Delivery, Launch, Requirements, ServerBackend, ServerClient
+from moe_trm.rollout.servers.backend import Array, Delivery, Launch, Requirements, ServerBackend, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of, version_of
 from moe_trm.rollout.servers.question import Question
@@ -96,6 +96,13 @@ class ScriptedBackend(ServerBackend):
     async def abort(self, http: EngineHttp) -> None:
         await http.post("/abort", {})
 
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        told = await http.post("/score", {"count": count, "decodes": True})
+        return np.full(count, SCRIPT[0][0]), np.array(told["logprobs"])
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        return np.array((await http.post("/score", {"count": len(token_ids) - 1, "decodes": False}))["logprobs"])
+
     def client(self, requirements: Requirements) -> ScriptedClient:
         return ScriptedClient(requirements.verify, requirements.run)
 
@@ -154,6 +161,7 @@ class ScriptedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", options.port), Handler)
         self.options, self.key = options, os.environ[API_KEY_VARIABLE]
         self.weights, self.answered, self.aborts = "none", 0, 0
+        self.decoding = "none"
         self.paused = threading.Lock()
 
     def say(self, asked: Any) -> dict[str, Any]:
@@ -180,10 +188,17 @@ class ScriptedServer(ThreadingHTTPServer):
             "seen": len(asked["ids"]),
         }
 
+    def score(self, asked: Any) -> dict[str, Any]:
+        """Log-probs of tokens, one nat less with each version of the weights that decoding or prefill reads."""
+        version = self.decoding if asked["decodes"] else self.weights
+        return {"logprobs": [LOGPROB - int(version.partition("-")[0])] * asked["count"]}
+
     def load(self, asked: Any) -> dict[str, Any]:
         """Read a push."""
         with self.paused:
             found, self.weights = digests(Path(asked["folder"])), str(asked["version"])
+        if not self.options.stale or self.decoding == "none":
+            self.decoding = self.weights
         print(f"loaded {self.weights}: {len(found)} tensors", flush=True)
         if self.options.misreads:
             found[min(found)] = "damaged"
@@ -207,7 +222,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/abort":
             self.server.aborts += 1
-        routes = {"/say": self.server.say, "/load": self.server.load, "/abort": lambda _: {}}
+        own = self.server
+        routes = {"/say": own.say, "/load": own.load, "/score": own.score, "/abort": lambda _: {}}
         self._reply(200, routes[self.path](asked))
 
     def _may(self) -> bool:
@@ -235,5 +251,6 @@ if __name__ == "__main__":
     parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--misreads", action="store_true")
+    parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")
     print("a life begins", flush=True)
     ScriptedServer(parser.parse_args()).serve_forever()

@@ -162,7 +162,7 @@ async def train(
     controller = RolloutController(config, engine, FakeTask(), SamplingParams())
     found, clock = Trained(), asyncio.get_running_loop().time
     num_parts, steps = config.learner.minibatches if config.pipeline.stream else 1, config.train.steps
-    cadence = Cadence.of(config, 0)
+    cadence = Cadence(config.pipeline.push_every, 0, config.train.steps)
     await controller.load_weights(WeightPush(0, "", ()))
     loading = asyncio.ensure_future(asyncio.sleep(0))
     for step in range(1, steps + 1):
@@ -184,7 +184,7 @@ async def train(
             await controller.close()
             controller = RolloutController(config, engine, FakeTask(), SamplingParams())
             controller.restore(state)
-            cadence = Cadence.of(config, step)
+            cadence = Cadence(config.pipeline.push_every, step, config.train.steps)
             await controller.load_weights(WeightPush(step, "", ()))
     await loading
     await controller.close()

@@ -16,6 +16,7 @@ from moe_trm.rollout.servers import fleet as fleet_module
 from moe_trm.rollout.servers.fleet import Fleet
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.use_proof import ServerUnfit
 from moe_trm.rollout.sglang.backend import SglangBackend
 from tests.unit.rollout.local_app import LocalApp
 
@@ -76,9 +77,11 @@ async def running(
     fakes = [FakeServer(name) for name in "abc"[:count]]
     for fake in fakes:
         await fake.start()
-    newest = {"version": 1}
+    newest: dict[str, Any] = {"version": 1}
 
     async def load(server: RemoteServer) -> None:
+        if newest.get(server.http.url) == "unfit":
+            raise ServerUnfit("other weights", where=server.http.url, got="stale")
         if not await server.alive(0.2):
             raise EngineLost("no answer to a load", where=server.http.url)
         next(fake for fake in fakes if fake.url == server.http.url).label = str(newest["version"])
@@ -334,6 +337,32 @@ async def test_wrong_weights_end_the_run_also_on_a_server_that_came_back() -> No
         await fakes[0].start(fakes[0].port)
         with pytest.raises(SyncError, match="checksums differ"):
             await ask
+
+
+@in_loop
+async def test_a_server_that_computes_with_other_weights_is_left_out_for_good_and_the_last_one_ends_the_run() -> None:
+    async with running(2) as (fleet, fakes, newest):
+        newest |= {"version": 2, fakes[0].url: "unfit"}
+        await fleet.update(2)
+        assert [await fleet.ask({}) for _ in range(3)] == [b"b 2"] * 3
+        newest.pop(fakes[0].url)
+        await asyncio.sleep(0.2)
+        assert fleet.servers[0].fenced
+        assert (fleet.lost, fleet.recovered) == (1, 0)
+        assert "stale" in fleet.states()[0].why
+        newest |= {"version": 3, fakes[1].url: "unfit"}
+        with pytest.raises(ServerUnfit, match="other weights"):
+            await fleet.update(3)
+
+
+@in_loop
+async def test_a_server_that_comes_back_with_other_weights_is_left_out_and_the_last_one_ends_the_run() -> None:
+    async with running(1) as (fleet, fakes, newest):
+        newest[fakes[0].url] = "unfit"
+        fakes[0].label = "default"
+        await fleet.fence_restarted()
+        with pytest.raises(ServerUnfit, match="other weights"):
+            await fleet.ask({})
 
 
 @in_loop

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import torch
 
@@ -25,12 +26,13 @@ from moe_trm.rollout.build import build_engine
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.rollout.servers.use_proof import ServerUnfit
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.sync.disk import finish_push, write_shard
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import ScoredText, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from tests.unit.rollout.scripted_backend import SCRIPT
+from tests.unit.rollout.scripted_backend import LOGPROB, SCRIPT
 from tests.unit.rollout.test_sglang_engine import HF
 
 SCRIPTED = f"{Path(__file__).with_name('scripted_backend.py')}:ScriptedBackend"
@@ -129,6 +131,70 @@ def test_weights_that_the_server_misread_end_the_run(tmp_path: Path) -> None:
     try:
         with pytest.raises(SyncError, match="other tensors"):
             with_engine(config(tmp_path), running, lambda engine: engine.load_weights(push(tmp_path, 1)))
+    finally:
+        running.stop()
+
+
+def scored(made: WeightPush) -> WeightPush:
+    """A push with a text as the learner scores it, and as the script does."""
+    return msgspec.structs.replace(made, texts=(ScoredText((1, 2, 3), (LOGPROB - made.version,) * 2),))
+
+
+def test_a_server_that_decodes_with_the_first_weights_stops_the_run_after_a_second_push(tmp_path: Path) -> None:
+    running = start_server(config(tmp_path, "--stale"), tmp_path / "rollout.log", KEY)
+
+    async def work(engine: ServerEngine) -> dict[str, float]:
+        await engine.load_weights(scored(push(tmp_path, 1)))
+        await engine.load_weights(push(tmp_path, 1))  # not due, so nobody asks
+        clean = engine.metrics()
+        with pytest.raises(ServerUnfit, match=r"differs from the same engine's prefill by 1 nats .* stale"):
+            await engine.load_weights(scored(push(tmp_path, 2)))
+        assert engine.servers()[0].lost_s is None
+        return clean
+
+    try:
+        clean = with_engine(config(tmp_path), running, work)
+    finally:
+        running.stop()
+    assert clean["weights/decode_gap"] == clean["weights/learner_gap"] == 0
+    assert (tmp_path / "rollout.log").read_text().count("loaded 2") == 2
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_the_run_goes_on_without_a_server_that_decodes_with_the_first_weights(rolling: bool, tmp_path: Path) -> None:
+    pair = [start_server(config(tmp_path, *extra), tmp_path / f"{len(extra)}.log", KEY) for extra in ((), ("--stale",))]
+
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
+        for version in (1, 2, 3):
+            await engine.load_weights(scored(push(tmp_path, version)))
+        [good, stale] = engine.servers()
+        assert good.lost_s is None
+        assert "stale" in stale.why
+        return await sampled(engine, 4)
+
+    pipeline = {"mode": "async", "rolling_push": rolling} if rolling else {}
+    settings = config(tmp_path, urls=[server.url for server in pair], pipeline=pipeline)
+    try:
+        records = with_engine(settings, pair[0], work)
+    finally:
+        for server in pair:
+            server.stop()
+    assert [set(record.versions.tolist()) for record in records] == [{3}] * 4
+    assert "loaded 3" not in (tmp_path / "1.log").read_text()
+
+
+def test_a_server_that_is_not_proved_by_use_has_no_version(tmp_path: Path) -> None:
+    """Weights that do not pass are not served: a repair would take the label of the push for a proof."""
+    running = start_server(config(tmp_path), tmp_path / "rollout.log", KEY)
+
+    async def work(engine: ServerEngine) -> None:
+        wrong = msgspec.structs.replace(push(tmp_path, 1), texts=(ScoredText((1, 2), (-9.0,)),))
+        with pytest.raises(ServerUnfit, match="wrong weights or another configuration"):
+            await engine.load_weights(wrong)
+        assert [server.version for server in engine._fleet.servers] == [None]
+
+    try:
+        with_engine(config(tmp_path), running, work)
     finally:
         running.stop()
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from moe_trm.errors import EngineError, RecordRejected
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.teacher import SCORED_TWICE, TaughtSampler
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.unit.records import make_record, split_record
@@ -61,7 +62,7 @@ def taught(teachers: Sequence[Teacher], count: int) -> tuple[list[RolloutRecord 
         for teacher in teachers:
             await teacher.start()
         servers = [EngineHttp(teacher.url, "key", timeout_s=30.0, max_attempts=1) for teacher in teachers]
-        sampler = TaughtSampler(Sampling(), servers)
+        sampler = TaughtSampler(Sampling(), servers, SglangBackend())
         made = (sampler.sample(Prompt("p", (1,)), sample_id=i, group_id=0) for i in range(count))
         found = await asyncio.gather(*made, return_exceptions=True)
         bare = await sampler.answer(Prompt("p", (1,)), SamplingParams())
@@ -141,7 +142,8 @@ def test_a_record_without_sampled_tokens_is_not_scored_twice() -> None:
     async def go() -> None:
         teacher = Teacher()
         await teacher.start()
-        sampler = TaughtSampler(Nothing(), [EngineHttp(teacher.url, "key", timeout_s=30.0, max_attempts=1)])
+        servers = [EngineHttp(teacher.url, "key", timeout_s=30.0, max_attempts=1)]
+        sampler = TaughtSampler(Nothing(), servers, SglangBackend())
         row = await sampler.sample(Prompt("p", (1,)), sample_id=0, group_id=0)
         assert row.teacher_logprobs is not None
         assert len(row.teacher_logprobs) == 0

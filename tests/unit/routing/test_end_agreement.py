@@ -81,14 +81,25 @@ def test_only_rows_that_these_weights_sampled_are_judged() -> None:
     assert "the first 8 tokens of all samples" in str(token_fault(flips_of(lost, "OLMoE", at_sampling=True), 8, 64))
 
 
+@pytest.mark.parametrize("shape", MODELS)
+def test_ends_that_lose_twice_what_a_coarse_engine_loses_everywhere_are_rounding(shape: str) -> None:
+    layers, top_k, _ = SHAPES[shape]
+    rng = np.random.default_rng(11)
+    rates = np.full((SAMPLES, TOKENS, layers), 0.16)
+    rates[:, -SHORTEST:] = 0.32
+    assert not judged(rng.binomial(top_k, rates), shape)
+    rates[:, :-SHORTEST] = 0.01
+    assert judged(rng.binomial(top_k, rates), shape)
+
+
 def test_counts_against_a_loop_over_tokens() -> None:
     rng = np.random.default_rng(10)
-    lengths = [1, 7, 16, 17, 90, 400]
+    lengths = [1, 15, 16, 17, 90, 400]
     sample_N = np.repeat([0, 2, 3, 5, 6, 9], lengths)
     lost_N = rng.integers(0, 5, len(sample_N))
     expected, start = np.zeros(SHAPE, np.int64), 0
     for length in lengths:
-        for place in range(length):
+        for place in range(length if length >= 2 * SHORTEST else 0):
             side, distance = (1, length - 1 - place) if length - 1 - place < place else (0, place)
             edge = next(number for number in range(SHAPE[1]) if distance < SHORTEST << number)
             expected[side, edge] += (6, lost_N[start + place])

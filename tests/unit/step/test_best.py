@@ -38,14 +38,18 @@ def offer_all(best: Best, learner: Exporter, values: list[float | None]) -> None
         best.offer(step, {} if value is None else {"eval/accuracy": value}, learner)
 
 
+def best_of(settings: Config, folder: Path) -> Best:
+    return Best(settings.eval, settings.task, settings.rollout, folder)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_only_what_beats_the_start_and_all_before_is_kept(tmp_path: Path) -> None:
-    learner, best = Exporter(), Best(config(), tmp_path)
+    learner, best = Exporter(), best_of(config(), tmp_path)
     offer_all(best, learner, [0.5, 0.4, None, 0.5])
     assert not (tmp_path / "best").exists()
     offer_all(best, learner, [0.5, 0.6, 0.8, 0.7, 0.8])
     assert (tmp_path / "best" / "weights").read_text() == "2"
-    resumed = Best(config(), tmp_path)
+    resumed = best_of(config(), tmp_path)
     resumed.restore(best.state())
     offer_all(resumed, learner, [0.0, 0.7])
     assert (tmp_path / "best" / "weights").read_text() == "2"
@@ -57,7 +61,7 @@ def test_only_what_beats_the_start_and_all_before_is_kept(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("one_rank")
 def test_a_best_checkpoint_that_is_not_wanted_or_not_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     learner = Exporter()
-    offer_all(Best(config(keep_best=False), tmp_path), learner, [0.1, 0.9])
-    offer_all(Best(config(best_metric="eval/other/accuracy"), tmp_path), learner, [0.1, 0.9])
+    offer_all(best_of(config(keep_best=False), tmp_path), learner, [0.1, 0.9])
+    offer_all(best_of(config(best_metric="eval/other/accuracy"), tmp_path), learner, [0.1, 0.9])
     assert not (tmp_path / "best").exists()
     assert "eval.best_metric=eval/other/accuracy" in caplog.text

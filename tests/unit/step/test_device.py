@@ -48,6 +48,7 @@ class DeviceLearner(StandInLearner):
         *,
         kept_mass: bool = False,
         weights: str | None = None,
+        temperature: float | None = None,
     ) -> list[Scores]:
         for batch in batches:
             assert batch.input_ids.device == batch.valid.device == torch.device("cpu"), "the host checks routes by them"

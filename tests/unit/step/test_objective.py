@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -197,10 +199,15 @@ def test_kl_in_the_reward_heeds_what_a_lone_sample_gets(lone: str) -> None:
     assert advantages[:4].any()
 
 
-def test_an_adaptive_coefficient_follows_the_measured_kl() -> None:
-    kl = {"coef": 0.2, "controller": "adaptive", "target": 1e-6, "horizon": 120}
-    got = outcome(config(kl=kl), ranks=2, micro_batch_rows=4, steps=3)
-    assert got["metrics"]["kl/coef"] == pytest.approx(0.2 * 1.02**2)
+def test_an_adaptive_coefficient_follows_the_k3_of_all_tokens() -> None:
+    """By a loop over tokens; a target far away changes it by a fifth at most."""
+    batch = collate(MicroBatch(tuple(rows())), keep_mask=False)
+    log_ratios = (current_logprobs(batch) - reference_logprobs(batch))[batch.mask].tolist()
+    k3 = fmean(math.exp(-x) - 1 + x for x in log_ratios)
+    for target, error in ((k3 / 1.1, 0.1), (k3 / 0.85, -0.15), (1e-6, 0.2)):
+        kl = {"coef": 0.2, "controller": "adaptive", "target": target, "horizon": 120}
+        got = outcome(config(kl=kl), ranks=2, micro_batch_rows=4, steps=3)
+        assert got["metrics"]["kl/coef"] == pytest.approx(0.2 * (1 + error / 10) ** 2)
     resumed = Reference(config(kl=kl), FakeLearner(Ranks(1), 0))
     resumed.restore({"coef": 0.7})
     assert resumed.state() == {"coef": 0.7}

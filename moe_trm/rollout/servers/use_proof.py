@@ -1,0 +1,165 @@
+"""Proof by use: what a server decodes comes from the weights that it was given, and they are the learner's.
+
+A checksum proves the tensors in a server's parameters. Decoding may read others: a CUDA graph goes on with memory that
+was replaced, a packed copy was made once and not again. So each server decodes fixed texts greedily, and scores the
+same tokens by prefill, which reads the parameters anew:
+
+- decode gap: mean |log p_decode - log p_prefill| over the decoded tokens, the first left out, as prefill makes it;
+- learner gap: mean |log p_prefill - log p_learner| over the tokens of the texts.
+
+Both are in nats, at temperature 1. A change of the weights that moves log-probs by less than the bounds is not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_trm.errors import SyncError
+from moe_trm.rollout.servers.backend import Array, ServerBackend
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.sync.manifest import ScoredText
+
+NUM_TOKENS = 16
+"""Decoded after each text."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest gaps of a server that computes with the right weights, nats a token."""
+
+    decode: float
+    learner: float
+
+
+BOUNDS = {"float32": Bounds(1e-3, 1e-3), "float16": Bounds(0.05, 0.1), "bfloat16": Bounds(0.1, 0.25)}
+"""By the coarser arithmetic of engine and learner. They are wide, as a false alarm stops a run:
+`python -m benchmarks.use_proof` measures the gaps of clean runs."""
+
+
+def bounds_of(*dtypes: str) -> Bounds:
+    """The bounds of the coarsest of these arithmetics."""
+    return BOUNDS[max(dtypes, key=list(BOUNDS).index)]
+
+
+class ServerUnfit(SyncError):
+    """A server computes with other weights than it was given, and did so again after they were given to it again."""
+
+    may_pass = False
+
+
+class UseProof:
+    """Proves pushes by use, server by server.
+
+    Args:
+        backend: of the servers' engine, whose trait `scores_tokens` is set where pushes have texts.
+        bounds: of the gaps.
+
+    Attributes:
+        decode_gap, learner_gap, seconds: of the last proof; None before it, and where the learner had no scores.
+    """
+
+    def __init__(self, backend: ServerBackend, bounds: Bounds) -> None:
+        self._backend, self._bounds = backend, bounds
+        self._texts: tuple[ScoredText, ...] = ()
+        self._due = False
+        self.decode_gap: float | None = None
+        self.learner_gap: float | None = None
+        self.seconds: float | None = None
+
+    def begin(self, texts: Sequence[ScoredText]) -> None:
+        """A push begins. Without `texts` it is not proved by use, except on servers that were lost."""
+        self._due = bool(texts)
+        self._texts = tuple(texts) or tuple(ScoredText(text.token_ids) for text in self._texts)
+
+    def due(self, *, new: bool) -> bool:
+        """True where a server has to be proved by use. `new`: it had no weights of this run, or lost them."""
+        return bool(self._texts) and (self._due or new)
+
+    def metrics(self) -> dict[str, float]:
+        """`weights/decode_gap`, `weights/learner_gap`: nats a token; `weights/proof_s`: seconds. Of the last proof."""
+        found = {
+            "weights/decode_gap": self.decode_gap,
+            "weights/learner_gap": self.learner_gap,
+            "weights/proof_s": self.seconds,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    async def prove(self, http: EngineHttp, again: Callable[[], Awaitable[object]] | None) -> None:
+        """Return when decoding, prefill and learner agree on this server.
+
+        Args:
+            http: the server, which has the weights.
+            again: gives them to it once more; None: nobody can.
+
+        Raises:
+            ServerUnfit: they do not agree, even after that.
+            EngineError: no answer.
+        """
+        fault = await self._fault(http)
+        if fault and again is not None:
+            log.warning("rollout server %s: %s; it is given the weights again", http.url, fault)
+            await again()
+            fault = await self._fault(http)
+        if fault:
+            raise ServerUnfit(
+                "the rollout server computes with other weights than it holds"
+                + (", also after a second push" if again is not None else ""),
+                where=http.url,
+                got=fault,
+                expected=f"at most {self._bounds.decode:g} nats a token between decoding and prefill, and "
+                f"{self._bounds.learner:g} between prefill and learner",
+                fix="Start the server without CUDA graphs or fused copies of weights, or with another version of the "
+                "engine. sync.prove_every=0 leaves this proof out, and samples may come from other weights then.",
+            )
+
+    async def _fault(self, http: EngineHttp) -> str:
+        """The cause of a disagreement in words; empty: there is none."""
+        started = time.perf_counter()
+        answers = await asyncio.gather(
+            *(self._backend.decoded(http, text.token_ids, NUM_TOKENS) for text in self._texts)
+        )
+        prefills = await asyncio.gather(
+            *(
+                self._backend.prefilled(http, [*text.token_ids, *tokens.tolist()])
+                for text, (tokens, _) in zip(self._texts, answers, strict=True)
+            )
+        )
+        pairs = zip(answers, prefills, strict=True)
+        self.decode_gap = gap((decoded[1:], scored[1 - NUM_TOKENS :]) for (_, decoded), scored in pairs)
+        known = [
+            (np.array(text.logprobs), scored[:-NUM_TOKENS])
+            for text, scored in zip(self._texts, prefills, strict=True)
+            if text.logprobs
+        ]
+        self.learner_gap = gap(known) if known else None
+        self.seconds = time.perf_counter() - started
+        return cause(self.decode_gap, self.learner_gap, self._bounds)
+
+
+def gap(pairs: Iterable[tuple[Array, Array]]) -> float:
+    """Mean absolute difference over the tokens of all pairs, nats. Raises `ValueError` for other lengths."""
+    differences = [np.abs(np.subtract(one, other)) for one, other in pairs]
+    return float(np.concatenate(differences).mean())
+
+
+def cause(decode_gap: float, learner_gap: float | None, bounds: Bounds) -> str:
+    """What is wrong by the two gaps, in words; empty: nothing. What is not a number is wrong."""
+    decodes_alike = decode_gap <= bounds.decode
+    scores_alike = learner_gap is None or learner_gap <= bounds.learner
+    decoded = f"decoding differs from the same engine's prefill by {decode_gap:.2g} nats a token"
+    scored = f"its prefill differs from the learner by {learner_gap or 0:.2g} nats a token"
+    if decodes_alike and scores_alike:
+        return ""
+    if scores_alike:
+        return f"{decoded}: decoding reads stale or damaged weights"
+    if decodes_alike:
+        return f"{scored}, and so does decoding: wrong weights or another configuration"
+    return f"{decoded}, and {scored}: prefill reads wrong weights, and decoding reads others"

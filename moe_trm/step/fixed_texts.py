@@ -1,0 +1,65 @@
+"""Fixed texts that prove a push by use, with the learner's scores at the weights of the push."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_trm.learner.protocol import Learner
+from moe_trm.sync.manifest import ScoredText
+from moe_trm.types import TokenBatch
+from routing.replay import Native
+
+NUM_TEXTS, NUM_TOKENS = 4, 32
+"""Random ids, so that the texts pass through many experts of every layer."""
+FIRST_PUSHES = 3
+"""Pushes from the begin of a run that are all proved by use: servers and settings are new then."""
+
+
+class FixedTexts:
+    """The texts of each push that is proved by use (`sync.prove_every`).
+
+    Args:
+        vocab_size: ids are below it.
+        every: see `sync.prove_every`.
+        scored: the engine's weights are the learner's, so the learner scores the texts.
+    """
+
+    def __init__(self, vocab_size: int, every: int, *, scored: bool) -> None:
+        self._ids = fixed_ids(vocab_size)
+        self._every, self._scored, self._pushes = every, scored, 0
+
+    def take(self, learner: Learner) -> tuple[ScoredText, ...]:
+        """The texts of the next push; none where it is not due. All ranks call it together."""
+        number, self._pushes = self._pushes, self._pushes + 1
+        if not self._every or (number >= FIRST_PUSHES and number % self._every):
+            return ()
+        logprobs: list[list[float]] = [[]] * NUM_TEXTS
+        if self._scored:
+            [scores] = learner.score([batch_of(self._ids)], [Native()], temperature=1.0)
+            logprobs = scores.logprobs.double().tolist()
+        return tuple(ScoredText(tuple(ids), tuple(own)) for ids, own in zip(self._ids.tolist(), logprobs, strict=True))
+
+
+def fixed_ids(vocab_size: int) -> torch.Tensor:
+    """`[NUM_TEXTS, NUM_TOKENS]` ids of the texts."""
+    return torch.randint(vocab_size, (NUM_TEXTS, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def batch_of(ids_BT: torch.Tensor) -> TokenBatch:
+    """Texts as a micro-batch whose every token but the first is scored; it is made of no records."""
+    every = torch.ones(len(ids_BT), ids_BT.shape[1] - 1, dtype=torch.bool)
+    zeros = torch.zeros(every.shape)
+    return TokenBatch(
+        input_ids=ids_BT[:, :-1],
+        target_ids=ids_BT[:, 1:],
+        valid=every,
+        mask=every,
+        rollout_logprobs=zeros,
+        full_logprobs=zeros,
+        versions=torch.full(every.shape, -1, dtype=torch.int32),
+        turn_ids=torch.zeros(every.shape, dtype=torch.int16),
+        advantages=zeros,
+        routes=(None,) * len(ids_BT),
+        kept_ids=None,
+        kept_offsets=None,
+    )

@@ -1,0 +1,93 @@
+"""Proof by use on real SGLang servers: decoding, prefill and learner agree, and what differs is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.planted_faults import Clinic
+from benchmarks.stale_decoder import planted
+from moe_trm.config.schema import Config
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.process import Server
+from moe_trm.rollout.servers.use_proof import BOUNDS, ServerUnfit
+from moe_trm.step.fixed_texts import FixedTexts
+from moe_trm.sync.manifest import ScoredText, WeightPush
+from tests.integration.jobs import metrics_of, run_job, write_config
+from tests.integration.served import VOCAB, make_push, with_engine
+from tests.unit.doubles import StandInLearner
+
+
+def texts_of(checkpoint: Path) -> tuple[ScoredText, ...]:
+    """The fixed texts as Hugging Face scores them."""
+    from transformers import Qwen3MoeForCausalLM
+
+    texts = FixedTexts(VOCAB, 1, scored=False).take(StandInLearner())
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = torch.tensor([text.token_ids for text in texts])
+    with torch.no_grad():
+        logprobs = model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    return tuple(
+        ScoredText(text.token_ids, tuple(own)) for text, own in zip(texts, logprobs.double().tolist(), strict=True)
+    )
+
+
+def proved(config: Config, server: Server, push: WeightPush) -> dict[str, float]:
+    async def work(engine: ServerEngine) -> dict[str, float]:
+        await engine.load_weights(push)
+        return engine.metrics()
+
+    return with_engine(config, server, work)
+
+
+def test_decoding_prefill_and_learner_agree_on_a_clean_server(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    push = msgspec.structs.replace(make_push(tmp_path, tiny_moe, 1), texts=texts_of(tiny_moe))
+    found = proved(served_config, rollout_server, push)
+    bounds = BOUNDS["float32"]
+    assert 0 <= found["weights/decode_gap"] <= bounds.decode / 4
+    assert 0 <= found["weights/learner_gap"] <= bounds.learner / 4
+    assert found["weights/proof_s"] > 0
+
+
+def test_a_learner_with_other_weights_is_told_after_a_second_push(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tuple(ScoredText(text.token_ids, tuple(x - 0.5 for x in text.logprobs)) for text in texts_of(tiny_moe))
+    push = msgspec.structs.replace(make_push(tmp_path, tiny_moe, 1), texts=other)
+    with pytest.raises(ServerUnfit, match=r"differs from the learner by 0.5 .* wrong weights or another configuration"):
+        proved(served_config, rollout_server, push)
+    assert "is given the weights again" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_run_stops_at_the_first_push_that_changes_what_a_decoder_keeps(
+    brief_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every checksum agrees: the parameters are right, and decoding does not read them."""
+    for name, value in planted(tmp_path / "plugin").items():
+        monkeypatch.setenv(name, value)
+    settings = ["rollout.server.port=0", "rollout.server.dtype=float32", "train.steps=4", "optimizer.lr=1e-3"]
+    settings += ["sync.prove_every=1", "rollout.server.startup_timeout_s=1200"]
+    assert run_job(write_config(tmp_path, brief_checkpoint), settings) != 0
+    told = capfd.readouterr()
+    assert "decoding reads stale or damaged weights" in told.out + told.err
+    assert "also after a second push" in told.out + told.err
+    rows = metrics_of(tmp_path / "runs" / "live")
+    assert {row["step"] for row in rows} <= {0}, "no step after the push was trained"
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_it_before_the_run(
+    brief_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in planted(tmp_path / "plugin").items():
+        monkeypatch.setenv(name, value)
+    cause, _, _ = Clinic(tmp_path, brief_checkpoint).visit(
+        "rollout.server.port=0", "sync.prove_every=1", "rollout.server.startup_timeout_s=1200"
+    )
+    assert cause == "decoding"
