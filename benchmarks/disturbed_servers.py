@@ -163,21 +163,26 @@ def kept_servers(
 
     Raises `SystemExit` when one does not come up.
     """
+    keepers: list[tuple[psutil.Popen, Path]] = []
     servers: list[KeptServer] = []
     try:
         for number in range(count):
             settings = [*overrides, f"name=server-{number}", f"rollout.server.port={free_port()}"]
-            servers.append(_start(config, settings, key, folder / f"keeper-{number}.log"))
+            log = folder / f"keeper-{number}.log"
+            keepers.append((_start(config, settings, key, log), log))
+        servers += [_ready(keeper, log, key) for keeper, log in keepers]
         yield servers
     finally:
-        for server in servers:
-            server.keeper.send_signal(signal.SIGCONT)
-            server.keeper.terminate()
-        for server in servers:
-            with suppress(psutil.TimeoutExpired):
-                server.keeper.wait(60)
+        for keeper, _ in keepers:
             with suppress(psutil.NoSuchProcess):
-                server.keeper.kill()
+                keeper.send_signal(signal.SIGCONT)
+                keeper.terminate()
+        for keeper, _ in keepers:
+            with suppress(psutil.TimeoutExpired):
+                keeper.wait(60)
+            with suppress(psutil.NoSuchProcess):
+                keeper.kill()
+        for server in servers:
             server.link.close()
 
 
@@ -218,22 +223,20 @@ def _end(burning: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _start(config: Path, settings: Sequence[str], key: str, log: Path) -> KeptServer:
+def _start(config: Path, settings: Sequence[str], key: str, log: Path) -> psutil.Popen:
     environment: Mapping[str, str] = {**os.environ, "MOE_TRM_API_KEY": key}
+    command = [sys.executable, "-m", "launch.rollout", str(config), *settings]
     with log.open("wb") as output:
-        keeper = psutil.Popen(
-            [sys.executable, "-m", "launch.rollout", str(config), *settings],
-            env=environment,
-            stdout=output,
-            stderr=output,
-        )
+        return psutil.Popen(command, env=environment, stdout=output, stderr=output)
+
+
+def _ready(keeper: psutil.Popen, log: Path, key: str) -> KeptServer:
     deadline = time.monotonic() + START_S
     while keeper.poll() is None and time.monotonic() < deadline:
         said = log.read_text()
         if "ready at " in said:
             return KeptServer(keeper, Link(said.partition("ready at ")[2].split()[0]), key)
         time.sleep(0.2)
-    keeper.kill()
     raise SystemExit(f"a rollout server did not start: {log.read_text()}")
 
 

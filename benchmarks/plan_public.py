@@ -3,8 +3,14 @@
 `python -m benchmarks.plan_public [--models M ...] [--nodes N ...] [--json FILE]`. Nothing runs but the planner.
 
 Reported seconds are those of NVIDIA's NeMo AutoModel for pre-training in bfloat16 on H100 (2026-04-17, its page
-docs/performance-summary.md). Reported memory of hosts is of slime with CPU Adam: its issue 1851, and its example of
-DeepSeek-R1, as vime keeps it. Tokens of pre-training are trained once: 6 operations each, no pass of log-probs.
+docs/performance-summary.md). Tokens of pre-training are trained once: 6 operations each, no pass of log-probs.
+
+Reported memory of hosts is of slime with CPU Adam: its issue 1851 (Ray's GB are GiB), and its example of DeepSeek-R1,
+as vime keeps it. Beside an optimizer that sources keep copies of a rank's weights and gradients: the policy's and the
+reference's weights (`TensorBackuper`), and until its pull requests 1924 and 1952 those of torch_memory_saver.
+
+Set-ups of others are slime's scripts run-qwen3-30B-A3B.sh and run-glm4.7-355B-A32B.sh, and verl's
+run_deepseek671b_math_megatron_80gb.sh. Both sides share all GPUs there.
 """
 
 from __future__ import annotations
@@ -20,15 +26,15 @@ from benchmarks.table import Row, report
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config
 from moe_trm.learner.megatron.stages import balanced
-from moe_trm.plan.build import Assumptions, Plan, Work
+from moe_trm.plan.build import Assumptions, Plan, Work, build
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.commands import PUBLISHED, SIGMA, WORKLOAD
 from moe_trm.plan.exchange import exchange_seconds
 from moe_trm.plan.gpus import gpu_of
 from moe_trm.plan.lengths import log_normal
-from moe_trm.plan.memory import stepped_elements
+from moe_trm.plan.memory import rank_elements, stepped_elements
 from moe_trm.plan.parameters import model_of
-from moe_trm.plan.search import search
+from moe_trm.plan.search import layouts, search, with_servers
 from moe_trm.plan.speed import Efficiency, anchor_passes, train_seconds
 
 MODELS = ("qwen3_30b_a3b", "glm_4_5_air", "glm_4_5", "deepseek_v3", "kimi_k2")
@@ -54,10 +60,34 @@ PRE_TRAINING = (
     Reported("deepseek_v3", 1024, 8192, 4, 64, 37.87, 216),
     Reported("kimi_k2", 256, 512, 8, 32, 8.86, 189),
 )
+COPIES = 2 + 2 + 2 + 4
+"""Bytes of copies for each number that a rank of slime holds: policy, reference, saver's weights and gradients."""
 HOSTS = (
-    ("qwen3_30b_a3b", 1, "slime, out of memory at 1 TB", "tensor=4 expert=8", 8 * 102.4),
+    ("qwen3_30b_a3b", 1, "slime, out of memory at 1 TB", "tensor=4 expert=8", 8 * 102.4 * 1.0737),
     ("deepseek_v3", 16, "vime, 1.4 to 1.5 TB", "tensor=8 pipeline=4 context=4 expert=32 last_stage_layers=13", 1450),
 )
+
+
+class SetUp(NamedTuple):
+    """What others run: their layout, GPUs of a server, lengths and samples of a step."""
+
+    model: str
+    source: str
+    nodes: int
+    layout: str
+    server: int
+    tokens: int
+    workload: str
+
+
+SET_UPS = (
+    SetUp("qwen3_30b_a3b", "slime", 1, "tensor=4 expert=8", 8, 20480,
+          "rollout.prompts_per_step=32 rollout.max_new_tokens=8192 learner.minibatches=1"),
+    SetUp("glm_4_5", "slime", 8, "tensor=8 pipeline=4 context=2 expert=16", 32, 32768,
+          "rollout.prompts_per_step=128 rollout.max_new_tokens=32768 learner.minibatches=1"),
+    SetUp("deepseek_v3", "verl", 32, "pipeline=16 expert=16 first_stage_layers=4 last_stage_layers=1", 32, 6144,
+          "rollout.prompts_per_step=512 rollout.group_size=4 rollout.max_new_tokens=4096 learner.minibatches=4"),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = [planned(model, nodes) for model in args.models for nodes in args.nodes]
     rows += [pre_trained(one) for one in PRE_TRAINING]
+    rows += [set_up(one) for one in SET_UPS]
     report("Plans, and predictions against reports", [*rows, *hosts()], args.json)
     return 0
 
@@ -129,22 +160,62 @@ def pre_trained(one: Reported) -> Row:
     }
 
 
+def set_up(one: SetUp) -> Row:
+    """A layout of others by the planner, beside the best plan of a search for their workload on their machine."""
+    parallel = [f"learner.parallel.{size}" for size in one.layout.split()]
+    shared = ["rollout.colocate=true", f"rollout.server.tensor_parallel={one.server}", "pipeline.mode=sync"]
+    savers = ["learner.offload_optimizer=true", "learner.recompute=full", f"learner.micro_batch_tokens={one.tokens}"]
+    config = load(WORKLOAD, [*one.workload.split(), *parallel, *shared, *savers])
+    work, cluster = work_of(one.model, config), Cluster(one.nodes, 8, H100, 1)
+    model, gpus = work.model(config), cluster.nodes * cluster.gpus
+    held = build(config, work, cluster).layout.resident
+    served = with_servers(config, model, work, cluster, gpus, one.server, held)
+    plan = build(config if served is None else served[1], work, cluster)
+    sizes = config.learner.parallel
+    named = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert)
+    tried = {
+        (found.tensor, found.pipeline, found.context, found.expert)
+        for found, _ in layouts(config, work.hf, gpus, cluster.gpus)
+    }
+    best = search(load(WORKLOAD, one.workload.split()), work, cluster).plans
+    return {
+        "set-up of others": one.model,
+        "nodes": one.nodes,
+        "by": one.source,
+        "layout": "x".join(map(str, named)),
+        "searched": "yes" if named in tried else "no",
+        "a rank, GB": round(plan.layout.total / 1e9, 1),
+        "fits": "yes" if plan.layout.total <= plan.room and served is not None else "no",
+        "step, s": round(plan.configured.timeline.step_s, 1),
+        "best plan": layout_of(best[0]) if best else "none",
+        "its step, s": round(best[0].configured.timeline.step_s, 1) if best else "-",
+    }
+
+
 def hosts() -> Iterator[Row]:
-    """Host memory of a node with CPU Adam: 16 bytes for each number, before torch rounds pinned tensors up."""
+    """Host memory of a node with CPU Adam: 16 bytes for each number that is stepped, and the framework's copies."""
     for name, nodes, source, layout, reported in HOSTS:
         settings = [f"learner.parallel.{one}" for one in layout.split()]
         config = load(WORKLOAD, ["learner.offload_optimizer=true", *settings])
         model, world = model_of(work_of(name, config).hf), 8 * nodes
         stages = range(config.learner.parallel.pipeline)
-        stepped = max(stepped_elements(model, config.learner, world, stage) for stage in stages)
-        predicted = 16 * 8 * stepped / 1e9
+        needed = [
+            (
+                16 * stepped_elements(model, config.learner, world, stage),
+                COPIES * sum(rank_elements(model, config.learner.parallel, stage)),
+            )
+            for stage in stages
+        ]
+        optimizer, copies = max(needed, key=sum)
+        predicted = 8 * (optimizer + copies) / 1e9
         yield {
             "host of a node": name,
             "nodes": nodes,
             "reported by": source,
-            "reported, GB": reported,
-            "predicted, GB": round(predicted),
-            "up to, GB": round(2 * predicted),
+            "reported, GB": round(reported),
+            "optimizer, GB": round(8 * optimizer / 1e9),
+            "with copies, GB": round(predicted),
+            "off": f"{predicted / reported - 1:+.0%}",
         }
 
 

@@ -7,7 +7,7 @@ of the user's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import (
@@ -126,7 +126,10 @@ def contradictions(
     yield from _loss(loss, preset_of(correction), correction.preset)
     yield from _known(correction, recovery, rules)
     yield from _whole_minibatch(correction, recovery, rules, chosen)
-    yield from _counted_once(rules, chosen)
+    own_names, preset = {rule.name for rule in correction.rules}, preset_of(correction)
+    of_preset = [name for name, _ in (preset.rules if preset else ()) if name not in own_names]
+    origin = f" (of correction.preset={correction.preset}: {', '.join(of_preset)})" if of_preset else ""
+    yield from (replace(problem, got=f"{problem.got}{origin}") for problem in _counted_once(rules, chosen))
     own = len(rules) < len(rules_of(correction))
     if correction.batch_normalize != "off" and not own and not any(rule.weighs for rule in rules):
         yield Problem(

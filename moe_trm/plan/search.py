@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, product
-from math import ceil, log
+from math import ceil, inf, log
 from typing import Any
 
 from moe_trm.config.rules import refusals
@@ -72,10 +72,12 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
         if isinstance(found, str):
             lacking.append(found)
             continue
-        train_s, best = found
-        serve_gpus, _ = split.split(best.rollout)
-        fleet = work.fleet(model, best, split, serving(best.rollout, model, work.hf, split, serve_gpus))
-        shortest.append((work.timeline(model, best, mode, fleet, train_s).step_s, best, split))
+        simulated = []
+        for train_s, best in found:
+            serve_gpus, _ = split.split(best.rollout)
+            fleet = work.fleet(model, best, split, serving(best.rollout, model, work.hf, split, serve_gpus))
+            simulated.append((work.timeline(model, best, mode, fleet, train_s).step_s, best, split))
+        shortest.append(min(simulated, key=lambda one: one[0]))
     # Where the fastest ones all train on stale samples, the last of those shown shares all GPUs.
     shortest.sort(key=lambda one: one[0])
     turns = [one for one in shortest[SHOWN - 1 :] if one[1].rollout.colocate]
@@ -142,41 +144,65 @@ def _splits(cluster: Cluster, server_nodes: int | None) -> Iterator[tuple[bool, 
             yield False, None, replace(cluster, server_nodes=nodes)
 
 
-def _best(config: Config, model: Model, work: Work, cluster: Cluster, gpus: int | None) -> tuple[float, Config] | str:
-    """Seconds of training and the configuration whose learner is the fastest that fits, or what does not fit."""
+def _best(
+    config: Config, model: Model, work: Work, cluster: Cluster, gpus: int | None
+) -> list[tuple[float, Config]] | str:
+    """Seconds of training and the configuration whose learner is the fastest that fits, or what does not fit.
+
+    Where both sides share all GPUs there is another one, with the time of sampling in the order.
+    """
     wanted = _changed(config, "rollout", server=config.rollout.server.model_copy(update={"tensor_parallel": gpus or 1}))
     serve_gpus, ranks = cluster.split(wanted.rollout)
-    if not config.rollout.colocate and _with_servers(config, model, work, cluster, serve_gpus, gpus, 0.0) is None:
+    if not config.rollout.colocate and with_servers(config, model, work, cluster, serve_gpus, gpus, 0.0) is None:
         return f"{serve_gpus} GPUs hold no server ({2 * model.total() / 1e9:,.0f} GB of weights)"
     room, load, step_tokens = cluster.gpu.memory_gb * 1e9, work.load(config, ranks), work.step_tokens(config)
     bounds = list(_learners(config, model, work, ranks, cluster.gpus, room))
-    least = max(room, min((bound for bound, _ in bounds), default=0.0))
-    learners = [(work.train_s(model, one, cluster, ranks, 1.0), bound, one) for bound, one in bounds if bound <= room]
-    fastest = min((seconds for seconds, _, _ in learners), default=1.0)
+    least = max(room, min((bound for bound, _, _ in bounds), default=0.0))
 
-    def cost(one: tuple[float, float, Config]) -> tuple[float, ...]:
+    @cache
+    def sampling(held: float) -> float:
+        """Seconds of a step in which sides that share GPUs sample: what the learner leaves is room for requests."""
+        served = with_servers(config, model, work, cluster, serve_gpus, gpus, held)
+        return inf if served is None else step_tokens / served[0]
+
+    learners = []
+    for bound, resident, one in bounds:
+        if bound <= room:
+            seconds = work.train_s(model, one, cluster, ranks, 1.0)
+            taken = seconds + (sampling(4e9 * ceil(resident / 4e9)) if config.rollout.colocate else 0.0)
+            learners.append((taken, bound, seconds, one))
+
+    def cost(taken: float, fastest: float, bound: float, one: Config) -> tuple[float, ...]:
         """Steps of `ALIKE`; within one, fewer ranks for a sequence, and less memory."""
-        sizes = one[2].learner.parallel
-        alike = int(log(one[0] / fastest) / log(1 + ALIKE))
-        return alike, sizes.tensor * sizes.context * sizes.pipeline, one[1]
+        sizes = one.learner.parallel
+        alike = log(taken / fastest) // log(1 + ALIKE) if taken < inf else inf
+        return alike, sizes.tensor * sizes.context * sizes.pipeline, bound
 
-    for seconds, _, candidate in islice(sorted(learners, key=cost), JUDGED):
-        try:
-            judged: Judged = judge(candidate, model, work.hf, load, step_tokens)
-        except (ConfigError, CheckpointError):
-            continue
-        held = judged.resident if config.rollout.colocate else 0.0
-        served = _with_servers(candidate, model, work, cluster, serve_gpus, gpus, held)
-        if judged.total <= room and served is not None and not refusals(served):
-            return seconds, served
+    found = []
+    for whole in (False, True) if config.rollout.colocate else (False,):
+        timed = [(taken if whole else seconds, bound, seconds, one) for taken, bound, seconds, one in learners]
+        fastest = min((taken for taken, *_ in timed if taken < inf), default=1.0)
+        ordered = sorted(timed, key=lambda one: cost(one[0], fastest, one[1], one[3]))
+        for _, _, seconds, candidate in islice(ordered, JUDGED):
+            try:
+                judged: Judged = judge(candidate, model, work.hf, load, step_tokens)
+            except (ConfigError, CheckpointError):
+                continue
+            held = judged.resident if config.rollout.colocate else 0.0
+            served = with_servers(candidate, model, work, cluster, serve_gpus, gpus, held)
+            if judged.total <= room and served is not None and not refusals(served[1]):
+                found.append((seconds, served[1]))
+                break
+    if found:
+        return found
     beside = " beside a server" if config.rollout.colocate else ""
     return f"each of {ranks} learner ranks needs more than {least / 1e9:,.0f} GB{beside}"
 
 
 def _learners(
     config: Config, model: Model, work: Work, ranks: int, node_gpus: int, room: float
-) -> Iterator[tuple[float, Config]]:
-    """The least bytes of a rank, and a configuration with a layout of the learner.
+) -> Iterator[tuple[float, float, Config]]:
+    """The least bytes of a rank, those that stay while servers sample, and a configuration with a layout.
 
     The bytes are those of even stages: weights, gradients, optimizer, and beside them what the first stage keeps while
     it trains, or a server's share of the weights.
@@ -196,12 +222,12 @@ def _learners(
         own = hf, learner, numbers, load.tokens / context
         return 0.9 * activations(*own, 1, load.rows), 0.9 * layer_work(*own, load.rows)
 
-    for parallel, zero in _layouts(config, hf, ranks, node_gpus):
+    for parallel, zero in layouts(config, hf, ranks, node_gpus):
         for recompute, offload in product(("none", "selective", "full"), (False, True)):
             if zero is not None and recompute == "selective":
                 continue
             learner: dict[str, Any] = {"parallel": parallel, "recompute": recompute, "offload_optimizer": offload}
-            bound = work.assumptions.other_gb * 1e9
+            bound = resident = work.assumptions.other_gb * 1e9
             if zero is not None:
                 learner["deepspeed"] = config.learner.deepspeed.model_copy(update={"zero_stage": zero})
             elif not config.learner.lora.rank:
@@ -210,14 +236,15 @@ def _learners(
                 bound += (held * (size + 4) + state * parallel.pipeline * (whole + divided + experts) / ranks) / (
                     parallel.pipeline
                 )
+                resident = bound
                 flight = min(parallel.pipeline, micro_batches(config.learner, config.rollout, tokens, ranks))
                 beside = 2 * model.total() / WIDEST + (1 - SERVER_SHARE) * room if config.rollout.colocate else 0.0
                 kept, again = working(parallel.tensor, parallel.context, recompute)
                 bound += max(beside, kept * flight / parallel.pipeline + again)
-            yield bound, _changed(config, "learner", **learner)
+            yield bound, resident, _changed(config, "learner", **learner)
 
 
-def _layouts(config: Config, hf: Any, ranks: int, node_gpus: int) -> Iterator[tuple[ParallelConfig, int | None]]:
+def layouts(config: Config, hf: Any, ranks: int, node_gpus: int) -> Iterator[tuple[ParallelConfig, int | None]]:
     """Layouts of Megatron-Core, or stages of ZeRO. Stages are as even as can be where they do not divide the layers."""
     if config.learner.backend == "deepspeed":
         yield from ((ParallelConfig(), stage) for stage in (2, 3))
@@ -243,10 +270,13 @@ def _layouts(config: Config, hf: Any, ranks: int, node_gpus: int) -> Iterator[tu
                 )
 
 
-def _with_servers(
+def with_servers(
     config: Config, model: Model, work: Work, cluster: Cluster, gpus: int, only: int | None, held: float
-) -> Config | None:
-    """`config` with the fastest servers on `gpus` GPUs that hold `held` bytes already; None where none fits."""
+) -> tuple[float, Config] | None:
+    """Tokens a second and `config` with the fastest servers on `gpus` GPUs that hold `held` bytes already.
+
+    None where none fits.
+    """
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     lengths, longest = work.assumptions.lengths, _longest(config, work)
     room = SERVER_SHARE * cluster.gpu.memory_gb * 1e9 - held
@@ -276,4 +306,4 @@ def _with_servers(
     own = best[1]
     server = config.rollout.server.model_copy(update=own)
     concurrency = gpus // own["tensor_parallel"] * own["max_running_requests"]
-    return _changed(config, "rollout", server=server, concurrency=concurrency)
+    return best[0], _changed(config, "rollout", server=server, concurrency=concurrency)

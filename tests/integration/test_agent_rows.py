@@ -119,7 +119,7 @@ BOUND, LOW, HIGH, CAP = 0.5, 0.98, 1.02, 1.05
 BY_TURN = (
     f"correction.rules=[{{name: trm_max, thresholds: {{max_kl: {BOUND}, scope: turn}}}}, {{name: geometric_mask, "
     f"thresholds: {{ratio: engine, low: {LOW}, high: {HIGH}, scope: turn}}}}, "
-    f"{{name: seq_tis, thresholds: {{ratio: total, cap: {CAP}, scope: turn}}}}]"
+    f"{{name: seq_tis, thresholds: {{ratio: merged, cap: {CAP}, scope: turn}}}}]"
 )
 MODES = ("R3", pytest.param("R2", marks=pytest.mark.slow))
 

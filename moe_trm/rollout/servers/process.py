@@ -222,12 +222,10 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_pa
         nonlocal lost
         data = data.replace(secret, b"***")
         note = b"[%d bytes are missing here: this log could not be written]\n" % lost if lost else b""
-        try:
-            log.write(note + data)
-        except OSError:
-            lost += len(data)
-        else:
-            lost = 0
+        taken = 0
+        with suppress(OSError):
+            taken = log.write(note + data) or 0  # may be a part: the last bytes of the disk
+        lost = (lost if taken < len(note) else 0) + len(data) - max(0, taken - len(note))
 
     with source, log_path.open("ab", buffering=0) as log:
         begun, over = b"", False

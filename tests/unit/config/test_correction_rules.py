@@ -97,3 +97,12 @@ def test_thresholds_and_parameters_are_refused_together() -> None:
         recipe(Config.model_validate({"model": {"checkpoint": "none"}, **sections}))
     assert len(refused.value.reasons) == 3
     assert isinstance(refused.value, ConfigError)
+
+
+def test_a_refusal_says_which_rule_the_preset_brought(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {checkpoint: m}\ncorrection: {preset: decoupled_token_is, rules: [{name: icepop}]}\n")
+    with pytest.raises(
+        ConfigError, match=r"beside rule token_tis \(of correction.preset=decoupled_token_is: token_tis\)"
+    ):
+        load(path)

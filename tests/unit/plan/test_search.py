@@ -22,7 +22,7 @@ from moe_trm.plan.gpus import gpu_of
 from moe_trm.plan.lengths import log_normal
 from moe_trm.plan.memory import stepped_elements
 from moe_trm.plan.parameters import model_of
-from moe_trm.plan.search import Found, search
+from moe_trm.plan.search import Found, search, with_servers
 from moe_trm.plan.speed import Efficiency
 from moe_trm.plan.text import bottleneck, proposals
 from tests.unit.plan.published import hf_config
@@ -90,27 +90,30 @@ def test_colocated_memory_is_of_both_sides() -> None:
     assert not build(with_state, work("qwen3_30b_a3b", with_state), shared.cluster).fits
 
 
-SLIME_QWEN = ("tensor=4", "expert=8"), ("prompts_per_step=8", "group_size=4", "max_new_tokens=8192"), 20480
+SLIME_QWEN = ("tensor=4", "expert=8"), ("prompts_per_step=32", "group_size=8", "max_new_tokens=8192"), 20480
 SLIME_GLM = (
     ("tensor=8", "pipeline=4", "context=2", "expert=16"),
     ("prompts_per_step=128", "group_size=8", "max_new_tokens=32768"),
     2 * 16384 + 4096,
 )
 VERL_DEEPSEEK = (
-    ("tensor=8", "pipeline=16", "expert=16", "pipeline_layout='Et*3|(t*4|)*13t*3|t*3L'"),
-    ("prompts_per_step=64", "group_size=8", "max_new_tokens=2048"),
-    4096,
+    ("pipeline=16", "expert=16", "first_stage_layers=4", "last_stage_layers=1"),
+    ("prompts_per_step=512", "group_size=4", "max_new_tokens=4096"),
+    6144,
 )
 
 
 @pytest.mark.parametrize(
-    ("model", "nodes", "public"),
-    [("qwen3_30b_a3b", 1, SLIME_QWEN), ("glm_4_5", 8, SLIME_GLM), ("deepseek_v3", 32, VERL_DEEPSEEK)],
+    ("model", "server", "public"),
+    [("qwen3_30b_a3b", 8, SLIME_QWEN), ("glm_4_5", 32, SLIME_GLM), ("deepseek_v3", 32, VERL_DEEPSEEK)],
 )
 def test_public_set_ups_fit_and_the_search_finds_their_kind(
-    model: str, nodes: int, public: tuple[tuple[str, ...], tuple[str, ...], int]
+    model: str, server: int, public: tuple[tuple[str, ...], tuple[str, ...], int]
 ) -> None:
-    """Colocated with CPU Adam, whole layers computed again: accepted, and no faster than the plan that is found."""
+    """Colocated with CPU Adam, whole layers computed again: accepted, and no faster than the plan that is found.
+
+    The layouts are those of slime's and verl's scripts (`benchmarks/plan_public.py` has their names).
+    """
     layout, workload, tokens = public
     settings = [
         *(f"learner.parallel.{one}" for one in layout),
@@ -122,13 +125,14 @@ def test_public_set_ups_fit_and_the_search_finds_their_kind(
         "rollout.colocate=true",
         "pipeline.mode=sync",
     ]
+    nodes = {"qwen3_30b_a3b": 1, "glm_4_5": 8, "deepseek_v3": 32}[model]
     config, result = found(model, nodes, *settings)
     shared = next(plan for plan in result.plans if plan.config.rollout.colocate)
-    theirs = build(
-        config.model_copy(update={"rollout": shared.config.rollout}),
-        work(model, config),
-        Cluster(nodes, 8, gpu_of("h100"), 1),
-    )
+    own, cluster = work(model, config), Cluster(nodes, 8, gpu_of("h100"), 1)
+    held = build(config, own, cluster).layout.resident
+    served = with_servers(config, own.model(config), own, cluster, 8 * nodes, server, held)
+    assert served is not None
+    theirs = build(served[1], own, cluster)
     assert theirs.fits
     assert shared.configured.timeline.step_s <= 1.05 * theirs.configured.timeline.step_s
 

@@ -5,6 +5,8 @@ It starts, refuses, dies, times out, and the whole tree is stopped.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import socket
@@ -14,6 +16,7 @@ import time
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +98,53 @@ def test_output_that_has_been_copied_is_not_kept(
     chatter = [line for line in log.read_text().splitlines() if line.startswith("chatter")]
     assert len(chatter) > 3
     assert set(chatter) == {"chatter " * 50_000}
+
+
+class Disk(io.BytesIO):
+    """A log on a disk with `room` bytes, which takes a part of what does not fit."""
+
+    room = 6
+
+    def write(self, data: Any) -> int:
+        if data and not self.room:
+            raise OSError(errno.ENOSPC, "full")
+        taken = super().write(bytes(data)[: self.room])
+        self.room -= taken
+        return taken
+
+    def close(self) -> None:
+        self.said = self.getvalue()
+
+
+class Output(list[bytes]):
+    """What a server writes, until it ends. Before its last line there is room on the disk again."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__([b"the first line\n", b"the second\n", b"the third\n"])
+        self.disk = disk
+
+    def read(self, _: int) -> bytes:
+        self.disk.room = 1000 if len(self) == 1 else self.disk.room
+        return self.pop(0) if self else b""
+
+    def poll(self) -> int | None:
+        return None if self else 0
+
+    def tell(self) -> int:
+        return 0
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_what_a_full_disk_did_not_take_is_said_once_there_is_room() -> None:
+    disk = Disk()
+    output: Any = Output(disk)
+    log: Any = type("Log", (), {"open": lambda *_, **__: disk})()
+    supervisor._pump(output, output, os.open(os.devnull, os.O_WRONLY), log, b"secret")
+    missing = len("the first line\nthe second\n") - 6
+    assert disk.said.decode() == f"the fi[{missing} bytes are missing here: this log could not be written]\nthe third\n"
 
 
 def test_a_full_disk_under_its_log_does_not_let_the_output_pile_up(
@@ -231,6 +281,7 @@ def test_only_a_server_on_a_gpu_can_free_its_memory(tmp_path: Path, device: str,
 OWNER = """
 import os, sys
 from pathlib import Path
+from typing import Any
 from tests.unit.rollout.test_server_process import config
 from moe_trm.rollout.servers import process as supervisor
 from moe_trm.rollout.servers.port import held_port
