@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import cast
 
@@ -39,9 +40,10 @@ def test_with_others_the_address_is_the_one_towards_the_first_machine(
 @pytest.mark.parametrize(("engine", "kind"), [("sglang", BroadcastPusher), ("bundle", DiskPusher)])
 def test_a_recording_is_never_waited_for_by_a_broadcast(engine: str, kind: type, tmp_path: Path) -> None:
     rollout = {"engine": engine, "bundle": str(tmp_path)}
-    config = Config.model_validate(
-        {"model": {"checkpoint": "x"}, "rollout": rollout, "sync": {"method": "distributed", "dir": str(tmp_path)}}
-    )
+    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 8, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    sync = {"method": "distributed", "dir": str(tmp_path)}
+    config = Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": rollout, "sync": sync})
     host = Host(alone=True, address="127.0.0.1")
     folder = push_folder(config.sync, config.rollout, tmp_path, host)
     pushes = "" if folder is None else str(folder.path)
