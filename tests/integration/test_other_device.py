@@ -60,6 +60,8 @@ class PlainEngine:
 class PlainOptimizer:
     """SGD."""
 
+    scale = 1.0
+
     def __init__(self, policy: nn.Module) -> None:
         self._optimizer = torch.optim.SGD(policy.parameters(), lr=0.5, foreach=False)
 
