@@ -128,3 +128,16 @@ def test_two_steps(
     assert any(row["optimizer/grad_norm"] > 0 and row["correction/kept_fraction"] > 0 for row in trained)
     if kind.old:
         assert trained[-1]["rollout/age_max"] == 1
+
+
+def test_two_steps_from_a_teacher(attached: list[str], brief_checkpoint: Path, tmp_path: Path) -> None:
+    """The example of distillation; the server that samples is the teacher too, at the weights that were pushed last."""
+    [url] = [setting.split("=", 1)[1] for setting in attached if setting.startswith("rollout.url=")]
+    own = [f"kl.teacher=[{url}]", f"model.checkpoint={brief_checkpoint}", f"run_dir={tmp_path}", "name=taught"]
+    assert run_job(str(REPOSITORY / "examples/distillation/config.yaml"), [*SIZES, *attached, *own], 1) == 0
+    trained = [row for row in metrics_of(tmp_path / "taught") if row["step"] > 0]
+    assert [row["step"] for row in trained] == [1, 2]
+    # By another pass of the same weights, a token is as likely but for rounding.
+    assert abs(trained[0]["reference/k1_kl"]) < 1e-3
+    assert all(row["teacher/repeat_abs_diff"] < 1e-3 for row in trained)
+    assert trained[-1]["optimizer/grad_norm"] > 0
