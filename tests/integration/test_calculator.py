@@ -165,4 +165,5 @@ def test_the_recorded_run_repeats_without_server_or_tool(run: Path, brief_checkp
             "turns/mean",
             "reward/right/mean",
         ):
-            assert one[key] == two[key]
+            # A step whose groups have equal rewards updates nothing, so it has no gradient in either run.
+            assert one.get(key) == two.get(key), key
