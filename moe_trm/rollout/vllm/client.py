@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import Version
+
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.servers.backend import Delivery, Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
@@ -16,6 +18,8 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SamplingParams
 
 WEIGHTS = "/moe_trm/weights"
+ROUTES_SINCE = Version("0.30.0")
+"""The first release whose routes were compared with those of transformers; docs/engines.md lists defects before it."""
 PROBED_IDS = 2
 """Ids that the probe of log-probs keeps."""
 
@@ -41,6 +45,14 @@ class VllmClient(ServerClient):
                 fix="docs/engines.md has its command line.",
             ) from error
         model, wanted = self._needs.model, self._needs.wanted
+        if wanted.routes and Version(served.get("release", "0")) < ROUTES_SINCE:
+            raise EngineError(
+                "the routes of this release of vLLM are not those of the forwards that sampled, in some settings",
+                where=http.url,
+                got=served.get("release"),
+                expected=f"{ROUTES_SINCE} or newer",
+                fix="docs/engines.md lists the defects. Or train without routes: replay.mode=none and probe.every=0.",
+            )
         if model.architecture not in served["architectures"]:
             raise _mismatch(http, "architecture", served["architectures"], model.architecture)
         expected = {

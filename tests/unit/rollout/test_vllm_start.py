@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -120,6 +121,7 @@ def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatc
 
 SERVED = {
     "engine": "vllm",
+    "release": "0.30.0",
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 8,
     "dtype": "float32",
@@ -156,9 +158,12 @@ def told(value: object) -> Any:
     return value
 
 
+MODEL = ServedModel("Qwen3MoeForCausalLM", 8, 2, (0, 1), 4, 2)
+NEEDS = Requirements(MODEL, RequestedFields(True, True), 1.0, "float32", True)
+
+
 def client() -> VllmClient:
-    model = ServedModel("Qwen3MoeForCausalLM", 8, 2, (0, 1), 4, 2)
-    return VllmClient(Requirements(model, RequestedFields(True, True), 1.0, "float32", True))
+    return VllmClient(NEEDS)
 
 
 def probe() -> dict[str, Any]:
@@ -172,6 +177,14 @@ def probe() -> dict[str, Any]:
 
 def check(**differs: Any) -> None:
     asyncio.run(client().check(cast(EngineHttp, ScriptedHttp(SERVED | differs, answer=probe()))))
+
+
+def test_a_release_with_known_route_defects_is_refused_where_routes_are_wanted() -> None:
+    check(release="0.32.1")
+    with pytest.raises(EngineError, match="not those of the forwards"):
+        check(release="0.26.0")
+    bare = VllmClient(replace(NEEDS, wanted=RequestedFields(False, True)))
+    asyncio.run(bare.check(cast(EngineHttp, ScriptedHttp(SERVED | {"release": "0.26.0"}, answer=probe()))))
 
 
 def test_another_server_than_the_configured_one_is_refused() -> None:
