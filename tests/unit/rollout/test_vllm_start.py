@@ -168,7 +168,7 @@ def client() -> VllmClient:
 
 def probe() -> dict[str, Any]:
     """The answer to the probe at the start: one token of two kept ids, before any push."""
-    answer = good() | {"weight_version": "none", "usage": {"prompt_tokens": 1}}
+    answer = good() | {"weight_version": "none"}
     [choice] = answer["choices"]
     for field in (choice["token_ids"], choice["logprobs"]["content"]):
         field.pop()
@@ -177,6 +177,16 @@ def probe() -> dict[str, Any]:
 
 def check(**differs: Any) -> None:
     asyncio.run(client().check(cast(EngineHttp, ScriptedHttp(SERVED | differs, answer=probe()))))
+
+
+def test_log_probs_of_the_model_are_refused_before_the_first_push() -> None:
+    """Where the server says that they are processed, and they are not: two kept ids do not add up to one."""
+    raw = probe()
+    [choice] = raw["choices"]
+    for likely in choice["logprobs"]["content"][0]["top_logprobs"]:
+        likely["logprob"] -= 0.5
+    with pytest.raises(EngineError, match="mask_sum"):
+        asyncio.run(client().check(cast(EngineHttp, ScriptedHttp(SERVED, answer=raw))))
 
 
 def test_a_release_with_known_route_defects_is_refused_where_routes_are_wanted() -> None:
