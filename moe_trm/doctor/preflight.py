@@ -15,7 +15,7 @@ from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
 from moe_trm.checkpoint.resumption import folder_of
 from moe_trm.config import load_with_choices
 from moe_trm.config.choices import Choice, settle_here
-from moe_trm.config.problems import refuse
+from moe_trm.config.problems import Problem, refuse
 from moe_trm.config.rules import explained, refusals
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.doctor.dry_run import try_task
@@ -40,16 +40,27 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
     Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what
     contradicts the machine's choices.
     """
-    config, of_settings = load_with_choices(path, overrides)
-    settled, of_machine = settle_here(
+    config, of_settings = load_with_choices(path, overrides, here=_refusals_here)
+    settled, of_machine = _settled_here(config)
+    refuse(f"{path} on this machine", explained(refusals(settled), of_machine))
+    return settled, of_settings + of_machine
+
+
+def _settled_here(config: Config) -> tuple[Config, tuple[Choice, ...]]:
+    return settle_here(
         config,
         cuda=torch.cuda.is_available(),
         transformer_engine=transformer_engine_imports,
         known_model=lambda: _is_known(config.model.checkpoint),
         layout_so_far=lambda: _layout_so_far(config),
     )
-    refuse(f"{path} on this machine", explained(refusals(settled), of_machine))
-    return settled, of_settings + of_machine
+
+
+def _refusals_here(config: Config) -> list[Problem]:
+    """What this machine's choices contradict, apart from what is refused everywhere."""
+    everywhere = refusals(config)
+    settled, choices = _settled_here(config)
+    return explained([problem for problem in refusals(settled) if problem not in everywhere], choices)
 
 
 def _is_known(checkpoint: str) -> bool:
