@@ -27,6 +27,8 @@ from moe_trm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+FurtherCheck = Callable[[Any], Sequence[Problem]]
+"""Tells what is wrong with a `Config`."""
 UNSET = "???"
 """A value that somebody has yet to decide, as the translations from other frameworks leave it. It is refused."""
 
@@ -64,7 +66,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_with_choices(
-    path: str | Path, overrides: Sequence[str] = (), *, here: Callable[[Config], Sequence[Problem]] | None = None
+    path: str | Path, overrides: Sequence[str] = (), *, here: FurtherCheck | None = None
 ) -> tuple[Config, tuple[Choice, ...]]:
     """As `load`, with what every `auto` became and why. Same errors.
 
@@ -76,9 +78,7 @@ def load_with_choices(
     return resolved.config, resolved.choices
 
 
-def resolve(
-    path: str | Path, overrides: Sequence[str] = (), *, here: Callable[[Config], Sequence[Problem]] | None = None
-) -> Resolved:
+def resolve(path: str | Path, overrides: Sequence[str] = (), *, here: FurtherCheck | None = None) -> Resolved:
     """As `load`, but returns the sources and warnings too instead of logging. Same errors. `here`: as there."""
     data = _what_was_set(read_yaml(path))
     sources = dict.fromkeys(_leaves(data), "file")
@@ -105,7 +105,9 @@ def resolve(
         )
         raise
     problems += _decided(rules.refusals(config), undecided)
-    refuse(where, [*here(config), *problems] if problems and here else problems)
+    if problems and here:
+        problems = [*(problem for problem in here(config) if problem not in problems), *problems]
+    refuse(where, problems)
     settled, choices = settle(config)
     return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
 
