@@ -67,6 +67,9 @@ def test_a_server_is_started_without_what_vllm_is_known_to_trip_over(
     assert "--no-enable-chunked-prefill" in command
     assert int(given["--max-num-batched-tokens"]) >= 4096
     assert {"--enable-scale-out", "--enable-return-routed-experts"} <= {*command}
+    assert "--load-format" not in command
+    random = config(tmp_path, rollout={"server": {"random_weights": True}})
+    assert dict(pairwise(command_of(random)))["--load-format"] == "dummy"
     bare = config(tmp_path, replay={"mode": "none"}, probe={"every": 0})
     assert "--enable-return-routed-experts" not in command_of(bare)
 
