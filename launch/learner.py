@@ -26,6 +26,7 @@ from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import CheckpointConfig, Config, RolloutConfig, SyncConfig
+from moe_trm.doctor.bisect import where_they_differ
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.preflight import check_launch, load_here
 from moe_trm.errors import REFUSED, CheckpointError, MoeTrmError
@@ -44,6 +45,7 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.private import Scratch
+from moe_trm.step.exact import InexactError
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.sync.rounding import Rounding, rounding_of
@@ -165,11 +167,25 @@ def run(
         rollouts = stack.enter_context(connect(access, (rank, world_size), learner, process, sinks))
         pusher = build_pusher(config, rank, learner, rollouts, access, host)
         stack.callback(checkpoints.close)
-        train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
+        with naming_the_cause(config, learner):
+            train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
         stack.close()
         if config.train.export and not checkpoints.interrupted:
             export(learner, run_dir / "checkpoints" / "final")
     dist.destroy_process_group()
+
+
+@contextmanager
+def naming_the_cause(config: Config, learner: Learner) -> Iterator[None]:
+    """An exact run that ends because the engines differ says in which operation, where the learner is one rank."""
+    try:
+        yield
+    except InexactError as error:
+        if dist.get_world_size() > 1 or not error.token_ids:
+            raise
+        with Scratch() as scratch:
+            cause = where_they_differ(config, learner, error.token_ids, scratch)
+        raise error.because(cause) from error
 
 
 def export(learner: Learner, folder: Path) -> None:

@@ -17,6 +17,7 @@ from moe_trm.config import (
     correction_rules,
     deepspeed_rules,
     engine_rules,
+    exact_rules,
     lora_rules,
     precision_rules,
     rollout_rules,
@@ -70,6 +71,7 @@ def _refusals(config: Config) -> list[Problem]:
         *precision_rules.refusals(config.rollout, config.sync, config.learner, config.batch),
         *deepspeed_rules.refusals(config.learner, config.optimizer),
         *lora_rules.refusals(config.learner),
+        *(_exact(config) if config.exact else ()),
         *_observe(config.observe),
     ]
 
@@ -86,6 +88,11 @@ def warnings(config: Config) -> list[str]:
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]
+
+
+def _exact(config: Config) -> Iterator[Problem]:
+    engines = config.rollout, config.learner
+    return exact_rules.refusals(*engines, config.replay, config.pipeline, keeps_masks=config.keeps_masks)
 
 
 def _observe(observe: ObserveConfig) -> Iterator[Problem]:

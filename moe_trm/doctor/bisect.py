@@ -64,9 +64,30 @@ def bisect(config: Config, folder: Path) -> Check:
     try:
         learner = build_learner(config.model_copy(update={"learner": alone}))
         found = differences(served, learner_states(learner, ids, num_layers))
-        return verdict(found, BOUNDS[max(config.rollout.server.dtype, alone.dtype, key=[*BOUNDS].index)])
+        bound = BOUNDS[max(config.rollout.server.dtype, alone.dtype, key=[*BOUNDS].index)]
+        return verdict(found, 0.0 if config.exact else bound)
     finally:
         dist.destroy_process_group()
+
+
+def where_they_differ(config: Config, learner: Learner, token_ids: Sequence[int], folder: Path) -> str:
+    """The first operation whose bits differ on this text, under the learner's present weights. A server is started.
+
+    Args:
+        config: of the run.
+        learner: of one rank.
+        token_ids: the last one is only a target.
+        folder: for the weights and the server's files.
+    """
+    learner.export_checkpoint(str(folder / "weights"))
+    server = config.rollout.server.model_copy(update={"port": 0, "random_weights": False})
+    rollout = config.rollout.model_copy(update={"server": server})
+    model = config.model.model_copy(update={"checkpoint": str(folder / "weights")})
+    config = config.model_copy(update={"rollout": rollout, "model": model})
+    num_layers = int(read_hf_config(model.checkpoint)["num_hidden_layers"])
+    served = served_states(config, folder, token_ids, num_layers)
+    found = verdict(differences(served, learner_states(learner, torch.tensor([[*token_ids]]), num_layers)), 0.0)
+    return found.says if found.status == "fail" else "prefill of its text agrees to the last bit, so decoding differs"
 
 
 def served_states(config: Config, folder: Path, token_ids: Sequence[int], num_layers: int) -> Mapping[str, Tensor]:

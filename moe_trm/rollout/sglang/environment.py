@@ -9,14 +9,16 @@ from moe_trm.rollout.credentials import without_key
 from moe_trm.runtime.gloo import LOOPBACK
 
 
-def child_environment(parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool) -> dict[str, str]:
+def child_environment(
+    parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool, exact: bool = False
+) -> dict[str, str]:
     """The server's environment.
 
     `scratch`: for the sockets and files that SGLang makes and leaves. `alone`: all of its processes are on this
     machine, and nobody else's reaches it.
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
-    wants triton and a C++ compiler.
+    wants triton and a C++ compiler. `exact`: sums in a fixed order, by packages/sglang_cpu.
     """
     # What is compiled is kept for the next start, where nobody else puts code.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "torchinductor")}
@@ -26,4 +28,5 @@ def child_environment(parent: Mapping[str, str], cpu: bool, scratch: Path, *, al
         child["TORCHDYNAMO_DISABLE"] = "1"
         # Calls of torch without the bookkeeping of autograd, by SGLang's own switch.
         child["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"
+        child |= {"MOE_TRM_EXACT": "1"} if exact else {}
     return child
