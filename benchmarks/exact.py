@@ -23,7 +23,15 @@ from benchmarks.table import Row, report
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.families import make_family
 
-COMMON = ["rollout.top_p=1", "learner.parallel.expert=1", "learner.dtype=float32", "sync.prove_every=1"]
+COMMON = [
+    "rollout.top_p=1",
+    "rollout.prompts_per_step=8",
+    "rollout.group_size=4",
+    "learner.parallel.expert=1",
+    "learner.dtype=float32",
+    "sync.prove_every=10",
+    "rollout.server.startup_timeout_s=1200",
+]
 FLOAT32 = "rollout.server.dtype=float32"
 ARMS: Mapping[str, Sequence[str]] = {
     "exact": [FLOAT32, "exact=true"],
@@ -36,7 +44,7 @@ ARMS: Mapping[str, Sequence[str]] = {
 def measured(model: str, checkpoint: Path, folder: Path, arm: str, steps: int) -> Row:
     """The figures of one run."""
     folder.mkdir(parents=True)
-    record_run(checkpoint, folder, steps, [*COMMON, *ARMS[arm], "rollout.server.startup_timeout_s=1200"])
+    record_run(checkpoint, folder, steps, [*COMMON, *ARMS[arm]])
     lines = (folder / "runs" / "short-run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     seen = [row for row in map(json.loads, lines) if "engine/k3_kl" in row]
 
@@ -44,7 +52,7 @@ def measured(model: str, checkpoint: Path, folder: Path, arm: str, steps: int) -
         return max((row[name] for row in seen if name in row), default="")
 
     def median(*names: str) -> float:
-        return statistics.median(sum(row[name] for name in names) for row in seen)
+        return float(statistics.median(sum(row[name] for name in names) for row in seen))
 
     return {
         "model": model,

@@ -6,6 +6,7 @@ SGLang only. Shape letters: N tokens, K experts per token, E experts, D hidden s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def activate() -> None:
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register("sglang.srt.layers.sampler.Sampler.__init__", log_softmax_in_decoding, HookType.AFTER)
+    logging.getLogger(__name__).info("exact kernels for a CPU are loaded")
 
 
 class FixedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
