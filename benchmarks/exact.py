@@ -5,7 +5,7 @@
 Short runs on real SGLang servers and Megatron-Core, of one rank, from one start and seed: exact, with float32 in both
 engines, and with a bfloat16 rollout, with and without replay. Largest k3 and flip rate of all steps, medians of
 seconds. `rollout s` is the wait for samples, `learner s` the scoring and the updates. An exact run ends with an error
-at the first token that differs, so `steps` of it are proved.
+at the first token that differs, so `steps` of it are proved. The reward is the share of even ids.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.families import make_family
 
 COMMON = [
+    "task.reward=benchmarks.even_ids:share",
     "rollout.top_p=1",
     "rollout.prompts_per_step=8",
     "rollout.group_size=4",

@@ -1,4 +1,4 @@
-"""Exact runs on real SGLang servers and Megatron-Core: zero in every step, and one last bit ends the run by its name."""
+"""Exact runs on real SGLang servers and Megatron-Core: zero in every step, and a last bit ends the run by its name."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXACT = [
     "rollout.server.port=0",
     "rollout.server.dtype=float32",
     "rollout.server.startup_timeout_s=1200",
+    "task.reward=benchmarks.even_ids:share",
     "rollout.top_p=1",
     "replay.mode=R3",
     "sync.prove_every=1",

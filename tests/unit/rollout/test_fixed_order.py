@@ -70,13 +70,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, before: int = 0) -> Ten
     return found
 
 
+def torchs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2, enable_gqa=True)
+    return found.transpose(1, 2)
+
+
 @pytest.mark.usefixtures("fixed")
 def test_attention_in_decoding_is_that_of_the_whole_text() -> None:
     query, key, value = rows(2, 150, 4, 32), rows(2, 150, 2, 32) * 2, rows(2, 150, 2, 32) + 1
     whole = attention(query, key, value)
-    each = (x.transpose(1, 2) for x in (query, key, value))
-    expected = F.scaled_dot_product_attention(*each, is_causal=True, scale=0.2, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whole, torchs(query, key, value), rtol=1e-5, atol=1e-6)
     for place in (0, 1, 63, 64, 100, 149):
         one = attention(query[:, place : place + 1], key[:, : place + 1], value[:, : place + 1], place)
         assert torch.equal(one, whole[:, place : place + 1]), place
@@ -89,8 +93,4 @@ def test_gradients_are_those_of_torchs_attention() -> None:
         inputs = [rows(1, 70, heads, 32).requires_grad_() for heads in (4, 2, 2)]
         return torch.autograd.grad(compute(*inputs).square().sum(), inputs)
 
-    def plain(*inputs: Tensor) -> Tensor:
-        each = (x.transpose(1, 2) for x in inputs)
-        return F.scaled_dot_product_attention(*each, is_causal=True, scale=0.2, enable_gqa=True).transpose(1, 2)
-
-    torch.testing.assert_close(gradients(attention), gradients(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(attention), gradients(torchs), rtol=1e-4, atol=1e-5)
