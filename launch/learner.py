@@ -26,7 +26,6 @@ from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import CheckpointConfig, Config, RolloutConfig, SyncConfig
-from moe_trm.doctor.bisect import where_they_differ
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.preflight import check_launch, load_here
 from moe_trm.errors import REFUSED, CheckpointError, MoeTrmError
@@ -183,6 +182,8 @@ def naming_the_cause(config: Config, learner: Learner) -> Iterator[None]:
     except InexactError as error:
         if dist.get_world_size() > 1 or not error.token_ids:
             raise
+        from moe_trm.doctor.bisect import where_they_differ  # starts servers, which ranks do not otherwise
+
         with Scratch() as scratch:
             cause = where_they_differ(config, learner, error.token_ids, scratch)
         raise error.because(cause) from error
