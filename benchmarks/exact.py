@@ -26,8 +26,9 @@ from moe_trm.models.tiny.families import make_family
 COMMON = [
     "task.reward=benchmarks.even_ids:share",
     "rollout.top_p=1",
-    "rollout.prompts_per_step=8",
+    "rollout.prompts_per_step=4",
     "rollout.group_size=4",
+    "rollout.max_new_tokens=24",
     "learner.parallel.expert=1",
     "learner.dtype=float32",
     "sync.prove_every=10",

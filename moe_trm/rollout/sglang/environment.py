@@ -28,5 +28,6 @@ def child_environment(
         child["TORCHDYNAMO_DISABLE"] = "1"
         # Calls of torch without the bookkeeping of autograd, by SGLang's own switch.
         child["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"
-        child |= {"MOE_TRM_EXACT": "1"} if exact else {}
+        # Log-probs of given tokens by the log-softmax of decoding, by SGLang's own switch.
+        child |= {"MOE_TRM_EXACT": "1", "SGLANG_ENABLE_FAST_INPUT_LOGPROBS": "0"} if exact else {}
     return child
