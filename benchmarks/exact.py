@@ -3,8 +3,8 @@
 `python -m benchmarks.exact [--checkpoint DIR ...] [--steps N] [--arms ARM ...] [--json FILE]`
 
 Short runs on real SGLang servers and Megatron-Core, of one rank, from one start and seed: exact, with float32 in both
-engines, and with a bfloat16 rollout, with and without replay. Largest k3 and flip rate of all steps, medians of
-seconds. `rollout s` is the wait for samples, `learner s` the scoring and the updates. An exact run ends with an error
+engines, and with a bfloat16 rollout, with and without replay. Largest k3 and flip rate of all steps (the rate
+counts updates as well, whose weights have moved), medians of seconds. `rollout s` is the wait for samples, `learner s` the scoring and the updates. An exact run ends with an error
 at the first token that differs, so `steps` of it are proved. The reward is the share of even ids.
 """
 
@@ -61,7 +61,7 @@ def measured(model: str, checkpoint: Path, folder: Path, arm: str, steps: int) -
         "arm": arm,
         "steps": len(seen),
         "largest k3": largest("engine/k3_kl"),
-        "largest flip rate": largest("routing/local_flip_rate"),
+        "flips, updates included": largest("routing/local_flip_rate"),
         "decode gap": largest("weights/decode_gap"),
         "learner gap": largest("weights/learner_gap"),
         "rollout s": median("time/rollout_s"),

@@ -38,7 +38,7 @@ def test_every_step_is_zero(family: str, tmp_path: Path) -> None:
     rows = [row for row in metrics_of(tmp_path / "runs" / "live") if row["step"]]
     assert len(rows) == 3
     for row in rows:
-        assert row["engine/k3_kl"] == row["routing/local_flip_rate"] == 0
+        assert row["engine/k3_kl"] == 0  # flips end the run, too; the rate counts updates, whose weights have moved
         assert row["weights/decode_gap"] == row["weights/learner_gap"] == 0
         assert row["optimizer/grad_norm"] > 0
 
