@@ -3,9 +3,10 @@
 `python -m benchmarks.exact [--checkpoint DIR ...] [--steps N] [--arms ARM ...] [--json FILE]`
 
 Short runs on real SGLang servers and Megatron-Core, of one rank, from one start and seed: exact, with float32 in both
-engines, and with a bfloat16 rollout, with and without replay. Largest k3 and flip rate of all steps (the rate
-counts updates as well, whose weights have moved), medians of seconds. `rollout s` is the wait for samples, `learner s` the scoring and the updates. An exact run ends with an error
-at the first token that differs, so `steps` of it are proved. The reward is the share of even ids.
+engines, and with a bfloat16 rollout, with and without replay. Largest k3 and flip rate of all steps, medians of
+seconds. The flip rate counts updates as well, whose weights have moved. `rollout s` is the wait for samples,
+`learner s` the scoring and the updates. An exact run ends with an error at the first token that differs, so `steps` of
+it are proved. The reward is the share of even ids.
 """
 
 from __future__ import annotations
