@@ -23,6 +23,8 @@ def child_environment(
     # What is compiled is kept for the next start, where nobody else puts code.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "torchinductor")}
     child = {**(LOOPBACK if alone else {}), **compiled, **without_key(parent), "TMPDIR": str(scratch)}
+    # Of a rank that starts a server: with torchrun's the server would look for the ranks' store, and wait.
+    child = {name: value for name, value in child.items() if not name.startswith("TORCHELASTIC_")}
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         child["TORCHDYNAMO_DISABLE"] = "1"
