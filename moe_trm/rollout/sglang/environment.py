@@ -15,12 +15,12 @@ def child_environment(
     """The server's environment.
 
     `scratch`: for the sockets and files that SGLang makes and leaves. `alone`: all of its processes are on this
-    machine, and nobody else's reaches it.
+    machine, and no other machine reaches it.
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
     wants triton and a C++ compiler. `exact`: sums in a fixed order, by packages/sglang_cpu.
     """
-    # What is compiled is kept for the next start, where nobody else puts code.
+    # What is compiled is kept for the next start, where no other user puts code.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "torchinductor")}
     child = {**(LOOPBACK if alone else {}), **compiled, **without_key(parent), "TMPDIR": str(scratch)}
     # Of a rank that starts a server: with torchrun's the server would look for the ranks' store, and wait.
