@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.last_bit import LAYER, planted
+from launch import job
 from moe_trm.models.tiny.families import make_family
 from tests.integration.jobs import metrics_of, run_job, write_config
 
@@ -49,7 +50,8 @@ def test_a_last_bit_in_one_layer_ends_the_run_with_its_name(
     for name, value in planted(tmp_path / "plugin").items():
         monkeypatch.setenv(name, value)
     checkpoint = make_family("qwen3_moe", tmp_path / "checkpoint")
-    assert run_job(write_config(tmp_path, checkpoint), [*EXACT, "sync.prove_every=0"], 1) != 0
+    # By torchrun: a rank that is forked has the environment of the fork server, and the second server is the rank's.
+    assert job.run_job(str(write_config(tmp_path, checkpoint)), [*EXACT, "sync.prove_every=0"], 1) != 0
     told = "".join(capfd.readouterr())
     assert f"differ in an exact run: layer {LAYER}: attention differs first" in told
     assert not [row for row in metrics_of(tmp_path / "runs" / "live") if row["step"]], "nothing was trained"
