@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,6 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.private import Scratch
-from moe_trm.step.exact import InexactError
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.sync.rounding import Rounding, rounding_of
@@ -166,27 +166,16 @@ def run(
         rollouts = stack.enter_context(connect(access, (rank, world_size), learner, process, sinks))
         pusher = build_pusher(config, rank, learner, rollouts, access, host)
         stack.callback(checkpoints.close)
-        with naming_the_cause(config, learner):
+        with ExitStack() as proved:
+            if config.exact:
+                from moe_trm.doctor import bisect  # starts servers, which ranks do not otherwise
+
+                proved.enter_context(bisect.naming_the_cause(learner, partial(bisect.served_states, config)))
             train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
         stack.close()
         if config.train.export and not checkpoints.interrupted:
             export(learner, run_dir / "checkpoints" / "final")
     dist.destroy_process_group()
-
-
-@contextmanager
-def naming_the_cause(config: Config, learner: Learner) -> Iterator[None]:
-    """An exact run that ends because the engines differ says in which operation, where the learner is one rank."""
-    try:
-        yield
-    except InexactError as error:
-        if dist.get_world_size() > 1 or not error.token_ids:
-            raise
-        from moe_trm.doctor.bisect import where_they_differ  # starts servers, which ranks do not otherwise
-
-        with Scratch() as scratch:
-            cause = where_they_differ(config, learner, error.token_ids, scratch)
-        raise error.because(cause) from error
 
 
 def export(learner: Learner, folder: Path) -> None:

@@ -52,6 +52,7 @@ def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Pr
 
 
 def _refusals(config: Config) -> list[Problem]:
+    engines = config.rollout, config.learner, config.replay, config.pipeline
     return [
         *agent_rules.refusals(config),
         *engine_rules.refusals(config),
@@ -71,7 +72,7 @@ def _refusals(config: Config) -> list[Problem]:
         *precision_rules.refusals(config.rollout, config.sync, config.learner, config.batch),
         *deepspeed_rules.refusals(config.learner, config.optimizer),
         *lora_rules.refusals(config.learner),
-        *(_exact(config) if config.exact else ()),
+        *(exact_rules.refusals(*engines, keeps_masks=config.keeps_masks) if config.exact else ()),
         *_observe(config.observe),
     ]
 
@@ -88,11 +89,6 @@ def warnings(config: Config) -> list[str]:
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]
-
-
-def _exact(config: Config) -> Iterator[Problem]:
-    engines = config.rollout, config.learner
-    return exact_rules.refusals(*engines, config.replay, config.pipeline, keeps_masks=config.keeps_masks)
 
 
 def _observe(observe: ObserveConfig) -> Iterator[Problem]:
