@@ -83,9 +83,9 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
 
     An id whose place is decided by less than `ROUNDING` may be on either side: two engines add in another order.
     """
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         output = model(torch.tensor(record.tokens[None].astype(np.int64)), output_router_logits=True)
     first = record.num_tokens - record.num_sampled

@@ -43,8 +43,10 @@ _LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
 Else they are `q_proj`, and each is a tensor of its own.
 """
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
-_HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32"}
-"""The engine's dtype of gpt-oss's tensors that do not follow `--dtype`, by the end of their names."""
+_DELTA = re.compile(r"(.*\.linear_attn)\.in_proj_(qkv|z|b|a)\.weight")
+"""Qwen3.5: projections into the gated delta rule that Qwen3-Next has in two tensors, as the engine holds them."""
+_HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32", "A_log": "float32"}
+"""The engine's dtype of tensors that do not follow `--dtype`, by the end of their names: gpt-oss's, and decays."""
 _GATE = re.compile(r"(.*\.block_sparse_moe)\.gate\.weight")
 """Of Mixtral, and of MiniMax-M2, which has a selection bias beside it and is held in float32."""
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
@@ -56,6 +58,12 @@ def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int
     >>> engine_place("model.layers.0.mlp.experts.3.up_proj.weight")
     ('model.layers.0.mlp.experts.w13_weight', (3, 1))
     """
+    if (layer := name.partition(".self_attn.")[0]) != name and f"{layer}.mlp.shared_expert_gate.weight" in pushed:
+        # Models with the gated delta rule have no module between a layer and its attention.
+        place, part = engine_place(name)
+        return place.replace(".self_attn", ""), part
+    if match := _DELTA.fullmatch(name):
+        return f"{match[1]}.in_proj_{'qkvz' if match[2] in ('qkv', 'z') else 'ba'}.weight", (0, int(match[2] in "za"))
     if (match := _ATTENTION.fullmatch(name)) and f"{match[1]}.kv_a_proj_with_mqa.weight" not in pushed:
         return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
     if match := _EXPERT.fullmatch(name):

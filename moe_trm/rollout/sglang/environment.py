@@ -9,11 +9,14 @@ from moe_trm.rollout.credentials import without_key
 from moe_trm.runtime.gloo import LOOPBACK
 
 
-def child_environment(parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool) -> dict[str, str]:
+def child_environment(
+    parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool, dtype: str
+) -> dict[str, str]:
     """The server's environment.
 
     `scratch`: for the sockets and files that SGLang makes and leaves. `alone`: all of its processes are on this
-    machine, and nobody else's reaches it.
+    machine, and nobody else's reaches it. `dtype`: of its arithmetic, and of the tokens that the convolution of the
+    gated delta rule keeps, which SGLang would round to bfloat16 in every dtype.
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
     wants triton and a C++ compiler.
@@ -21,6 +24,7 @@ def child_environment(parent: Mapping[str, str], cpu: bool, scratch: Path, *, al
     # What is compiled is kept for the next start, where nobody else puts code.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "torchinductor")}
     child = {**(LOOPBACK if alone else {}), **compiled, **without_key(parent), "TMPDIR": str(scratch)}
+    child.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         child["TORCHDYNAMO_DISABLE"] = "1"
