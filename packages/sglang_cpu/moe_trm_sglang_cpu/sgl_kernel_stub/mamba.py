@@ -33,7 +33,7 @@ def causal_conv1d_fn_cpu(
     rows, past = cache_indices.long(), conv_states[cache_indices.long()]
     past[~has_initial_state] = 0
     parts, kept = [], []
-    for part, before in zip(x.split(seq_lens_cpu, 1), past, strict=True):
+    for part, before in zip(torch.split(x, seq_lens_cpu, 1), past, strict=True):
         out, after = _convolve(part[None], before[None], weight, bias, activation)
         parts.append(out[0])
         kept.append(after)
