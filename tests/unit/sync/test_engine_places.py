@@ -95,3 +95,19 @@ def test_decays_are_held_in_float32() -> None:
     checksums = EngineChecksums([name], "bfloat16")
     checksums.add(name, values)
     assert checksums.result() == {name: sha(values.bfloat16().float())}
+
+
+def test_norms_of_a_hybrid_are_held_as_offsets_and_as_sums() -> None:
+    """But for the gated norm of the delta rule, whose weight is no offset."""
+    layer, values = "model.layers.0.", torch.tensor([0.1, 0.2])
+    norms = [f"{layer}input_layernorm.weight", f"{layer}self_attn.q_norm.weight", "model.norm.weight"]
+    plain = [f"{layer}linear_attn.norm.weight", f"{layer}mlp.shared_expert_gate.weight"]
+    checksums = EngineChecksums([*norms, *plain], "bfloat16")
+    low = values.bfloat16()
+    for name in (*norms, *plain):
+        assert checksums.add_bytes(name, memoryview(low.view(torch.uint8).numpy()), torch.bfloat16) is (name in plain)
+        if name in norms:
+            checksums.add(name, values)
+    held = [name.replace(".self_attn", "") for name in norms]
+    sums = {name.replace("weight", "gemma_weight"): sha((low + 1).view(torch.int16)) for name in held}
+    assert checksums.result() == dict.fromkeys([*held, *plain], sha(low.view(torch.int16))) | sums
