@@ -22,7 +22,7 @@ from tests.integration.served import PARAMS, check_against_hf, load, make_push, 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 pytestmark = pytest.mark.slow
 
-COUNT = 8
+COUNT = 16
 VOCAB = 128
 PIECE = 64
 """Tokens that a prefill takes at once."""
@@ -37,9 +37,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(
     hybrid: Path, rollout_config: Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Config, Server]]:
-    """A server whose cache holds three quarters of what its requests want, and whose prefills are cut in pieces."""
+    """A server whose cache holds a third of what its requests want, and whose prefills are cut in pieces."""
     update = {
-        "max_total_tokens": 768,
+        "max_total_tokens": 512,
         "max_running_requests": COUNT,
         "chunked_prefill_size": PIECE,
         "extra_args": ("--schedule-conservativeness", "0.01"),

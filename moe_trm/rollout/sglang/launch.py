@@ -31,7 +31,7 @@ GRACE_S = 3.0
 def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
     """See `ServerBackend.launch`."""
     settings, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
-    served = folder_to_serve(checkpoint, folder)
+    served = folder_to_serve(checkpoint, folder, settings.dtype)
     # A file only this user can read: arguments are visible to everyone on the machine.
     secret = folder / "api-key.yaml"
     write_private(secret, f'api-key: "{api_key}"\n'.encode())

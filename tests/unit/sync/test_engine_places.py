@@ -104,8 +104,9 @@ def test_norms_of_a_hybrid_are_held_as_offsets_and_as_sums() -> None:
     plain = [f"{layer}linear_attn.norm.weight", f"{layer}mlp.shared_expert_gate.weight"]
     checksums = EngineChecksums([*norms, *plain], "bfloat16")
     low = values.bfloat16()
+    data = memoryview(low.view(torch.uint8).numpy().tobytes())
     for name in (*norms, *plain):
-        assert checksums.add_bytes(name, memoryview(low.view(torch.uint8).numpy().tobytes()), torch.bfloat16) is (name in plain)
+        assert checksums.add_bytes(name, data, torch.bfloat16) is (name in plain)
         if name in norms:
             checksums.add(name, values)
     held = [name.replace(".self_attn", "") for name in norms]
