@@ -2,7 +2,7 @@
 
 `python -m benchmarks.route_flip [--checkpoint DIR] [--a sglang] [--b megatron] [--versions DIR_A DIR_B] [--json FILE]`
 
-Side A samples answers (SGLang by decoding; the others score samples of Hugging Face). Side B scores the same tokens
+Side A samples answers (servers by decoding; the others score samples of Hugging Face). Side B scores the same tokens
 twice: with its own routes and, where it can, with the routes of A, replayed and proved.
 
 Reported are the rate of different expert sets by layer, position and router margin; the log-prob differences with and
@@ -29,7 +29,9 @@ from benchmarks.engines.compare import Comparison, compare
 from benchmarks.engines.hf import HFScorer, sample
 from benchmarks.engines.megatron import MegatronScorer
 from benchmarks.engines.scored import Scorer, Setting
-from benchmarks.engines.sglang import serving
+from benchmarks.engines.server import ServerScorer, started
+from benchmarks.engines.sglang import SglangScorer
+from benchmarks.engines.vllm import VllmScorer
 from benchmarks.options import command_line
 from benchmarks.short_run import starting_checkpoint
 from benchmarks.table import Row, report
@@ -39,7 +41,8 @@ from moe_trm.models.registry import MOE_FAMILIES
 from moe_trm.models.tiny.families import make_family
 from moe_trm.tasks.build import build_task
 
-ENGINES = ("sglang", "megatron", "hf")
+SERVED: dict[str, type[ServerScorer]] = {"sglang": SglangScorer, "vllm": VllmScorer}
+ENGINES = (*SERVED, "megatron", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -55,23 +58,23 @@ def measure(
     task = build_task(TaskConfig.model_validate({**settings, "eval_size": 0}), str(a.checkpoint), seed=0)
     asked, stop = task.train_prompts(1, prompts), task.tokens.stop_token_ids
     with ExitStack() as stack:
-        if a.engine == "sglang":
-            with serving(a) as server:
-                texts, left = server.sample(asked, group_size, max_new_tokens, stop)
+        if a.engine in SERVED:
+            with started(a) as server:
+                texts, left = SERVED[a.engine](server, a).sample(asked, group_size, max_new_tokens, stop)
         else:
             texts = sample(replace(a, engine="hf", dtype="float32"), asked, group_size, max_new_tokens)
             left = _scorer(a, stack).score(texts)
         scorer = _scorer(b, stack)
         native = scorer.score(texts)
-        replayed = None if b.engine == "sglang" else scorer.score(texts, [one.routes for one in left])
+        replayed = None if b.engine in SERVED else scorer.score(texts, [one.routes for one in left])
         local_flips = scorer.local_flips
     margins = HFScorer(replace(b, engine="hf", dtype="float32", together=16)).score(texts)
     return compare(texts, left, native, replayed, margins, local_flips)
 
 
 def _scorer(setting: Setting, stack: ExitStack) -> Scorer:
-    if setting.engine == "sglang":
-        return stack.enter_context(serving(setting))
+    if setting.engine in SERVED:
+        return SERVED[setting.engine](stack.enter_context(started(setting)), setting)
     return HFScorer(setting) if setting.engine == "hf" else MegatronScorer(setting)
 
 

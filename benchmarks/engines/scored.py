@@ -54,13 +54,13 @@ class Setting:
     """One side of a comparison.
 
     Attributes:
-        engine: `sglang`, `megatron` or `hf`.
+        engine: `sglang`, `vllm`, `megatron` or `hf`.
         checkpoint: Hugging Face folder; dtype: arithmetic.
         together: sequences computed together: rows of a micro-batch, or requests in flight.
         layout: parallel sizes of Megatron-Core, such as `expert=2`.
     """
 
-    engine: Literal["sglang", "megatron", "hf"]
+    engine: Literal["sglang", "vllm", "megatron", "hf"]
     checkpoint: Path
     dtype: Literal["float32", "bfloat16", "float16"]
     together: int

@@ -65,6 +65,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             has_servers=True,
             lends_memory=False,
             awaits_weights=True,
+            scores_tokens=True,
             rules="moe_trm.rollout.vllm.rules:refusals",
         ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from moe_trm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+FurtherCheck = Callable[[Any], Sequence[Problem]]
+"""Tells what is wrong with a `Config`."""
 UNSET = "???"
 """A value that somebody has yet to decide, as the translations from other frameworks leave it. It is refused."""
 
@@ -63,16 +65,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load_with_choices(path, overrides)[0]
 
 
-def load_with_choices(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
-    """As `load`, with what every `auto` became and why. Same errors."""
-    resolved = resolve(path, overrides)
+def load_with_choices(
+    path: str | Path, overrides: Sequence[str] = (), *, here: FurtherCheck | None = None
+) -> tuple[Config, tuple[Choice, ...]]:
+    """As `load`, with what every `auto` became and why. Same errors.
+
+    `here`: what this machine cannot do of a configuration; of one that is refused it is told first.
+    """
+    resolved = resolve(path, overrides, here=here)
     for warning in resolved.warnings:
         _log.warning("config: %s", warning)
     return resolved.config, resolved.choices
 
 
-def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
-    """As `load`, but returns the sources and warnings too instead of logging. Same errors."""
+def resolve(path: str | Path, overrides: Sequence[str] = (), *, here: FurtherCheck | None = None) -> Resolved:
+    """As `load`, but returns the sources and warnings too instead of logging. Same errors. `here`: as there."""
     data = _what_was_set(read_yaml(path))
     sources = dict.fromkeys(_leaves(data), "file")
     problems: list[Problem] = []
@@ -97,7 +104,10 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             problems + _decided(from_validation(error) + _refusals_of_the_rest(data, error), undecided),
         )
         raise
-    refuse(where, problems + _decided(rules.refusals(config), undecided))
+    problems += _decided(rules.refusals(config), undecided)
+    if problems and here:
+        problems = [*(problem for problem in here(config) if problem not in problems), *problems]
+    refuse(where, problems)
     settled, choices = settle(config)
     return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
 

@@ -112,7 +112,7 @@ def learner_states(learner: Learner, ids_BT: Tensor, num_layers: int) -> Mapping
 
 
 def differences(served: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> Iterator[Difference]:
-    """Of the hidden states that both engines tell of, in the learner's order."""
+    """The differences of all hidden states that both engines give, in the learner's order."""
     for name, ours in learner.items():
         if name in served:
             theirs = served[name].reshape(-1, ours.shape[-1])[: len(ours)].double()

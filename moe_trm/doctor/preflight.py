@@ -15,9 +15,9 @@ from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
 from moe_trm.checkpoint.resumption import folder_of
 from moe_trm.config import load_with_choices
 from moe_trm.config.choices import Choice, settle_here
-from moe_trm.config.problems import refuse
+from moe_trm.config.problems import Problem, refuse
 from moe_trm.config.rules import explained, refusals
-from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.config.schema import CheckpointConfig, Config, ParallelConfig
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.places import check_folders, check_prompts, check_server
 from moe_trm.errors import CheckpointError, refuse_together
@@ -40,16 +40,22 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
     Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what
     contradicts the machine's choices.
     """
-    config, of_settings = load_with_choices(path, overrides)
-    settled, of_machine = settle_here(
+    config, of_settings = load_with_choices(path, overrides, here=lambda config: _settled_here(config)[2])
+    settled, of_machine, contradicted = _settled_here(config)
+    refuse(f"{path} on this machine", contradicted)
+    return settled, of_settings + of_machine
+
+
+def _settled_here(config: Config) -> tuple[Config, tuple[Choice, ...], list[Problem]]:
+    """With this machine's choices, these, and what they contradict."""
+    settled, choices = settle_here(
         config,
         cuda=torch.cuda.is_available(),
         transformer_engine=transformer_engine_imports,
         known_model=lambda: _is_known(config.model.checkpoint),
-        layout_so_far=lambda: _layout_so_far(config),
+        layout_so_far=lambda: _layout_so_far(config.checkpoint, Path(config.run_dir) / config.name),
     )
-    refuse(f"{path} on this machine", explained(refusals(settled), of_machine))
-    return settled, of_settings + of_machine
+    return settled, choices, explained(refusals(settled), choices)
 
 
 def _is_known(checkpoint: str) -> bool:
@@ -60,14 +66,13 @@ def _is_known(checkpoint: str) -> bool:
         return False
 
 
-def _layout_so_far(config: Config) -> str | None:
+def _layout_so_far(checkpoint: CheckpointConfig, run_dir: Path) -> str | None:
     """`batch.layout` of the checkpoint that the run goes on from; None: it begins anew.
 
     A checkpoint that cannot be read is refused or skipped later, with the reason. One from before there were packs has
     padded rows.
     """
-    resume, run_dir = config.checkpoint.resume, Path(config.run_dir) / config.name
-    own = CheckpointFolder(folder_of(config.checkpoint, run_dir))
+    resume, own = checkpoint.resume, CheckpointFolder(folder_of(checkpoint, run_dir))
     paths = [own.path(step) for step in own.steps()] if resume == "auto" else [Path(resume)] * (resume != "never")
     for path in paths:
         with suppress(CheckpointError):

@@ -62,7 +62,7 @@ class Scratch:
 
     def adopt(self, path: Path) -> None:
         """Let a file outside of it, made by a process that works for this one, be removed with it."""
-        if self._owner is not None:
+        if self._owner is not None and self._folder >= 0:
             os.write(self._owner, f"{path}\n".encode())
 
     def remove(self) -> None:

@@ -279,7 +279,7 @@ _RULES: Sequence[Rule] = (
             "disable-grpo-std-normalization",
             "disable-rewards-normalization",
         ),
-        ("advantage.name", "loss.name", "loss.clip_low", "loss.clip_high"),
+        ("advantage.name", "loss.name", "loss.parameters", "loss.clip_low", "loss.clip_high"),
         _method,
     ),
     Rule(("calculate-per-token-loss",), ("loss.aggregation",), _aggregation),
@@ -296,7 +296,7 @@ _RULES: Sequence[Rule] = (
     Rule(("qkv-format",), ("batch.layout",), _layout),
     Rule(
         ("fp16", "bf16", "fp8-recipe", "fp8-format", "transformer-impl"),
-        ("learner.dtype", "learner.fp8"),
+        ("learner.dtype", "learner.fp8", "learner.transformer_engine"),
         _precision,
     ),
     only("optimizer", ("adam",), "the optimizer here is AdamW"),

@@ -94,7 +94,7 @@ CORRECTION: Sequence[Rule] = (
     ),
     Rule(
         ("use-kl-loss", "kl-loss-coef", "kl-loss-type", "use-unbiased-kl", "kl-coef"),
-        ("kl.coef", "kl.estimator", "kl.ratio"),
+        ("kl.coef", "kl.where", "kl.estimator", "kl.ratio"),
         _kl,
     ),
 )

@@ -143,8 +143,8 @@ RUN: Sequence[Rule] = (
     wordly("eval-max-response-len", "eval.max_new_tokens", integer),
     Rule(("rollout-top-k",), ("rollout.top_k",), _top_k),
     Rule(("dynamic-sampling-filter-path", "over-sampling-batch-size"), ("batch.zero_variance",), _filtered),
-    Rule(("train.py", "colocate", "partial-rollout"), ("pipeline.mode",), _pipeline),
+    Rule(("train.py", "colocate", "partial-rollout"), ("pipeline.mode", "rollout.colocate"), _pipeline),
     Rule(("save-interval", "save"), ("checkpoint.every", "checkpoint.dir"), _saving),
-    Rule((*_TRACKERS, "wandb-project", "wandb-group"), ("observe.sinks",), _tracking),
+    Rule((*_TRACKERS, "wandb-project", "wandb-group"), ("observe.sinks", "observe.project"), _tracking),
     Rule(("num-epoch",), ("train.steps",), _length),
 )

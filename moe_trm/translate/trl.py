@@ -89,13 +89,14 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "trl") -> 
 
 
 def _prompts(draft: Draft) -> None:
+    if "dataset_name" in draft.settings:
+        draft.put("task.name", "jsonl")
+        draft.origins["task.name"] = "TRL reads its prompts from a data set"
     name = text(draft, "dataset_name")
     if name is None:
         return
     parts = (name, text(draft, "dataset_config"), text(draft, "dataset_train_split") or "train")
     keys = [key for key in ("dataset_name", "dataset_config", "dataset_train_split") if key in draft.settings]
-    draft.put("task.name", "jsonl")
-    draft.origins["task.name"] = "TRL reads its prompts from a data set"
     draft.put("task.prompts", ":".join(["hf", *(part for part in parts if part)]), *keys)
 
 
@@ -321,7 +322,7 @@ _RULES: Sequence[Rule] = (
             "sapo_temperature_pos",
             "sapo_temperature_neg",
         ),
-        ("loss.name", "loss.aggregation", "loss.clip_low", "loss.clip_high"),
+        ("loss.name", "loss.aggregation", "loss.parameters", "loss.clip_low", "loss.clip_high", "loss.dual_clip"),
         _loss,
     ),
     Rule(("scale_rewards",), ("advantage.name",), _advantage),
@@ -338,11 +339,11 @@ _RULES: Sequence[Rule] = (
         ("correction.rules",),
         _correction,
     ),
-    Rule(("beta", "use_bias_correction_kl"), ("kl.coef",), _kl),
+    Rule(("beta", "use_bias_correction_kl"), ("kl.coef", "kl.estimator", "kl.ratio"), _kl),
     Rule(("use_vllm", "vllm_mode"), ("rollout.colocate",), _engine),
     direct("vllm_tensor_parallel_size", "rollout.server.tensor_parallel", integer),
     Rule(("bf16", "fp16"), ("learner.dtype",), _precision),
     Rule(("gradient_checkpointing",), ("learner.recompute",), _recompute),
-    Rule(("use_peft", "lora_r", "lora_alpha"), ("learner.lora.rank",), _adapters),
+    Rule(("use_peft", "lora_r", "lora_alpha"), ("learner.lora.rank", "learner.lora.alpha"), _adapters),
     Rule(("report_to",), ("observe.sinks",), _trackers),
 )

@@ -302,7 +302,7 @@ _RULES: Sequence[Rule] = (
     direct(f"{ROLLOUT}.quantization", "rollout.quantization", text),
     direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.server.tensor_parallel", integer),
     direct(f"{ROLLOUT}.max_num_seqs", "rollout.server.max_running_requests", integer),
-    Rule((f"{ACTOR}.strategy",), (), _strategy),
+    Rule((f"{ACTOR}.strategy",), ("learner.backend",), _strategy),
     direct(f"{OPTIM}.lr", "optimizer.lr", number),
     Rule((f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"), ("optimizer.warmup_steps",), _warmup),
     direct(f"{OPTIM}.weight_decay", "optimizer.weight_decay", number),
@@ -319,7 +319,7 @@ _RULES: Sequence[Rule] = (
                 "min_lr_ratio",
             )
         ),
-        ("optimizer.schedule",),
+        ("optimizer.schedule", "optimizer.final_steps", "optimizer.min_lr"),
         _schedule,
     ),
     direct(f"{OPTIM}.min_lr", "optimizer.min_lr", number),
@@ -344,7 +344,11 @@ _RULES: Sequence[Rule] = (
     direct(f"{TRANSFORMER}.recompute_granularity", "learner.recompute", text),
     direct(f"{OPTIM}.override_optimizer_config.optimizer_cpu_offload", "learner.offload_optimizer", switch),
     direct("actor_rollout_ref.model.override_config.moe_config.freeze_moe_router", "learner.freeze_router", switch),
-    Rule(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), ("advantage.name",), _advantage),
+    Rule(
+        ("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
+        ("advantage.name", "advantage.normalize_std"),
+        _advantage,
+    ),
     Rule(("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"), ("learner.minibatches",), _batches),
     Rule(
         (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),

@@ -166,7 +166,7 @@ def _controller(draft: Draft) -> None:
 KL: Sequence[Rule] = (
     Rule(
         (_IN_LOSS, _COEF, _KIND, _IN_REWARD, _PENALTY, *_CONTROL.values()),
-        ("kl.coef", "kl.where", "kl.estimator"),
+        ("kl.coef", "kl.where", "kl.estimator", "kl.controller", "kl.target", "kl.horizon"),
         _kl,
     ),
 )

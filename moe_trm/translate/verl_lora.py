@@ -42,7 +42,7 @@ def _targets(draft: Draft) -> None:
 
 
 LORA = (
-    Rule((f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha"), ("learner.lora.rank",), _lora),
+    Rule((f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha"), ("learner.lora.rank", "learner.lora.alpha"), _lora),
     Rule(
         (f"{MODEL}.lora_rank", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules"),
         ("learner.lora.targets",),

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from moe_trm.config.schema import Config
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server
+from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.sync.disk import finish_push, write_shard
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import ScoredText, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.kept_bounds import kept_bounds
+from tests.unit.doubles import StandInLearner
 
 VOCAB = 250
 T = TypeVar("T")
@@ -78,6 +80,20 @@ def sample(
     return with_engine(config, server, work)
 
 
+def texts_of(checkpoint: Path) -> tuple[ScoredText, ...]:
+    """The fixed texts as Hugging Face scores them."""
+    from transformers import Qwen3MoeForCausalLM
+
+    texts = FixedTexts(VOCAB, 1, scored=False).take(StandInLearner())
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = torch.tensor([text.token_ids for text in texts])
+    with torch.no_grad():
+        logprobs = model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    return tuple(
+        ScoredText(text.token_ids, tuple(own)) for text, own in zip(texts, logprobs.double().tolist(), strict=True)
+    )
+
+
 def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
     """Log-probs within 1e-4, masks and routes of Hugging Face's forward over the same tokens.
 
@@ -88,9 +104,9 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         output = model(torch.tensor(record.tokens[None].astype(np.int64)), output_router_logits=True)
-    first = record.num_tokens - record.num_sampled
-    logprobs = torch.log_softmax(output.logits[0, first - 1 : -1].float() / PARAMS.temperature, -1)
-    sampled = torch.tensor(record.tokens[first:].astype(np.int64))
+    places = np.flatnonzero(record.sampled)
+    logprobs = torch.log_softmax(output.logits[0, places - 1].float() / PARAMS.temperature, -1)
+    sampled = torch.tensor(record.tokens[places].astype(np.int64))
     full = logprobs.gather(1, sampled[:, None])[:, 0].numpy()
     told = ~np.isnan(record.full_logprobs)
     np.testing.assert_allclose(record.full_logprobs[told], full[told], atol=1e-4)

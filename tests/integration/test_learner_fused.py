@@ -32,7 +32,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("fused")
     make_family(GLM, folder / GLM, rms_norm_eps=1e-3)
     checkpoint = make_checkpoint(folder / "main")
-    return run_ranks(folder, checkpoint, 2, PLAIN, FUSED, PLAIN_GLM, FUSED_GLM, script=SCRIPT)
+    run_ranks(folder, checkpoint, 2, PLAIN, PLAIN_GLM, script=SCRIPT)
+    return run_ranks(folder, checkpoint, 2, FUSED, FUSED_GLM, script=SCRIPT)
 
 
 def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -91,3 +92,19 @@ def test_scores_and_gradients_are_those_of_plain_layers(finished: Ranks, fused: 
 def test_a_checkpoint_of_plain_layers_goes_on_with_fused_ones(finished: Ranks) -> None:
     """A run may begin on a CPU, or without Transformer Engine, and go on with it."""
     assert same_bits(finished.exported(FUSED, "restored"), finished.exported(PLAIN, "after"))
+
+
+@pytest.mark.slow
+def test_packs_and_shared_matrices_score_and_train_as_plain_layers_do(tmp_path: Path) -> None:
+    plain = "tensor=2:expert=2:layout=packed"
+    fused, checkpoint = f"{plain}:layers=fused", make_checkpoint(tmp_path / "main")
+    run_ranks(tmp_path, checkpoint, 2, plain, script=SCRIPT)
+    done = run_ranks(tmp_path, checkpoint, 2, fused, script=SCRIPT)
+    before, got, expected = (done.exported(*each) for each in ((plain, "before"), (fused, "after"), (plain, "after")))
+    for rank in range(2):
+        scores = done.saved(plain, "scores", rank)
+        for name, values in done.saved(fused, "scores", rank).items():
+            torch.testing.assert_close(values, scores[name], atol=1e-5, rtol=0)
+    for name, start in before.items():
+        error, size = (got[name] - expected[name]).norm(), (expected[name] - start).norm()
+        assert float(error) <= 1e-4 * float(size) + 1e-7, name

@@ -124,3 +124,20 @@ def stepped(checkpoint: Path, device: torch.device, folder: Path, *, packed: boo
         packed=packed,
     )
     return figures_of_a_step(config, learner, device, folder)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.zeros(2), "on the CPU"),
+        (torch.zeros(2, dtype=torch.int16), "no torch.int16"),
+        (torch.zeros(2, 2).T, "not contiguous"),
+    ],
+)
+def test_groups_refuse_what_nccl_refuses(checkpoint: Path, tensor: torch.Tensor, why: str) -> None:
+    with other_device():
+        there = tensor if "CPU" in why else tensor.to(DEVICE)
+        dist.all_reduce(torch.zeros(2, device=DEVICE))
+        with pytest.raises(RuntimeError, match=why):
+            dist.all_reduce(there)
+        dist.all_reduce(torch.zeros(2), group=dist.new_group(backend="gloo"))

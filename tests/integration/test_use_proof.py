@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from benchmarks.planted_faults import Clinic
 from benchmarks.stale_decoder import planted
@@ -14,25 +13,9 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.servers.use_proof import BOUNDS, ServerUnfit
-from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.sync.manifest import ScoredText, WeightPush
 from tests.integration.jobs import metrics_of, run_job, write_config
-from tests.integration.served import VOCAB, make_push, with_engine
-from tests.unit.doubles import StandInLearner
-
-
-def texts_of(checkpoint: Path) -> tuple[ScoredText, ...]:
-    """The fixed texts as Hugging Face scores them."""
-    from transformers import Qwen3MoeForCausalLM
-
-    texts = FixedTexts(VOCAB, 1, scored=False).take(StandInLearner())
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    ids = torch.tensor([text.token_ids for text in texts])
-    with torch.no_grad():
-        logprobs = model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-    return tuple(
-        ScoredText(text.token_ids, tuple(own)) for text, own in zip(texts, logprobs.double().tolist(), strict=True)
-    )
+from tests.integration.served import make_push, texts_of, with_engine
 
 
 def proved(config: Config, server: Server, push: WeightPush) -> dict[str, float]:

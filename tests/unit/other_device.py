@@ -2,6 +2,9 @@
 
 Inside `other_device` tensors on `DEVICE` have values. Operations that mix them with tensors of the CPU raise; numbers
 without dimensions, indices and copies may cross, as they may to CUDA.
+
+Process groups are gloo's underneath and refuse there what NCCL refuses: tensors of the CPU, types that it lacks, and
+tensors that are not contiguous. Groups that ask for gloo themselves (`new_group(backend="gloo")`) are of the host.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +29,15 @@ _INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.defau
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _TYPE = Tensor.type
 _AS_DATA = {torch.tensor, torch.as_tensor, Tensor.new_tensor}
+_OF_HOST: set[str] = set()
+"""Names of the groups that asked for gloo."""
+_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+"""Collectives of torch that make tensors of their own, on CUDA where the group is NCCL's."""
+NCCL_TYPES = {
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+}
+"""Source: torch 2.13, `csrc/distributed/c10d/NCCLUtils.cpp`."""
 
 
 class _Elsewhere(Tensor):
@@ -50,6 +64,8 @@ class _Elsewhere(Tensor):
 
 
 class _Dispatch(TorchDispatchMode):
+    sends_objects = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _computed(func, args, kwargs or {})
 
@@ -85,6 +101,8 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if here and strange and func not in _COPIES:
         raise RuntimeError(f"{func}: expected all tensors on {DEVICE}, but those of {strange} are on the CPU")
     device = kwargs.get("device")
+    if func.namespace == "c10d":
+        _check_collective(func, args, tensors)
     there = here if device is None else torch.device(device) == DEVICE
     if func is _aten.copy_.default:
         there = isinstance(args[0], _Elsewhere)
@@ -99,6 +117,23 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # What an operation changes in place is the tensor that it was given.
     given = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, _Elsewhere)}
     return _wrapped(made, given) if there else made
+
+
+def _check_collective(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    if _Dispatch.sends_objects:
+        return
+    boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+    if boxed is None or dist.ProcessGroup.unbox(boxed).group_name in _OF_HOST:
+        return
+    for tensor in tensors:
+        wrong = {
+            "it is on the CPU": not isinstance(tensor, _Elsewhere),
+            f"NCCL has no {tensor.dtype}": tensor.dtype not in NCCL_TYPES,
+            "it is not contiguous": not tensor.is_contiguous(),
+        }
+        if any(wrong.values()):
+            why = ", ".join(reason for reason, holds in wrong.items() if holds)
+            raise RuntimeError(f"{func}: no tensor for NCCL, {tuple(tensor.shape)}: {why}")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -124,9 +159,38 @@ def _wrapped(value: Any, given: Mapping[int, _Elsewhere]) -> Any:
 
 @contextmanager
 def other_device() -> Iterator[torch.device]:
-    """`DEVICE` has values inside."""
-    with _Functions(), _Dispatch():
+    """`DEVICE` has values inside, and groups are made for it."""
+    make: Any = dist.new_group
+
+    def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        group = make(*args, backend=backend, **options)
+        if isinstance(group, dist.ProcessGroup):
+            _OF_HOST.update([group.group_name] if backend == "gloo" else [])
+            _serve(group)
+        return group
+
+    with pytest.MonkeyPatch.context() as patch, _Functions(), _Dispatch():
+        patch.setattr(dist, "new_group", new_group)
+        for name in _OBJECTS:
+            patch.setattr(dist, name, _with_objects(getattr(dist, name)))
+        if dist.is_initialized():
+            _serve(dist.group.WORLD)
         yield DEVICE
+
+
+def _with_objects(collective: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Dispatch, "sends_objects", True)
+            return collective(*args, **options)
+
+    return run
+
+
+def _serve(group: Any) -> None:
+    """Let sends between pipeline stages, which ask for the backend of a tensor's device, find the CPU's."""
+    gloo = group._get_backend(CPU)
+    group._register_backend(DEVICE, dist.ProcessGroup.BackendType.GLOO, gloo)
 
 
 def move(module: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ class Launch:
         command: its command line, without the key: everyone on the machine can read it.
         environment: all of it.
         grace_s: time in which it may end by itself when it is not needed any more.
-        leaves: pattern of files that its processes map into memory and leave behind; they are removed with the server.
+        leaves: pattern of shared memory in /dev/shm that its processes leave behind; it is removed with the server.
     """
 
     command: Sequence[str]

@@ -10,14 +10,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
 
-import psutil
 import torch
 
 from moe_trm.config.choices import server_device
@@ -26,7 +24,7 @@ from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
 from moe_trm.rollout.servers.last_words import last_words
 from moe_trm.rollout.servers.port import held_port
-from moe_trm.runtime.lifeline import Lifeline, signal_group
+from moe_trm.runtime.lifeline import Lifeline, members, signal_group
 from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import Scratch
 
@@ -40,6 +38,9 @@ COPIED_BYTES = 2**20
 """Most bytes of it that are copied at once."""
 HEALTH_S = 20.0
 """Longest wait for a health check of a server that starts; SGLang's own gives up after 20 s."""
+SHARED = "/dev/shm/"
+SEMAPHORES = "sem.mp-*"
+"""Named semaphores of Python's multiprocessing, as of a progress bar's lock in a spawned process."""
 KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
 
@@ -63,6 +64,8 @@ class Server:
     scratch: Scratch
     grace_s: float = 0.0
     log_begin: int = 0
+    leaves: str = ""
+    _adopted: set[Path] = field(default_factory=set)
 
     def answers(self, path: str, timeout_s: float) -> bool:
         """True when a GET with the key succeeds."""
@@ -80,8 +83,10 @@ class Server:
     def stop(self, grace_s: float = 3.0) -> None:
         """End the server and every process it started. Safe to call twice.
 
-        Its main process is asked first; after `grace_s` seconds the group is killed.
+        Its main process is asked first; after `grace_s` seconds the group is killed. Python's resource tracker is of
+        the group, so what it would have removed is removed here.
         """
+        self.adopt_mapped()
         if self.poll() is None:
             # Only the main process: workers that end on their own look like a crash to it, and it waits to write a
             # diagnosis.
@@ -93,6 +98,25 @@ class Server:
         self.scratch.remove()
         self.lifeline.release()
         self.log_pump.join(timeout=KILL_PATIENCE_S)
+
+    def adopt_mapped(self) -> None:
+        """Let the shared memory that its processes would leave behind go with `scratch`.
+
+        A file is known by its number: a semaphore is mapped under another name than the one it gets afterwards.
+        """
+        inodes = set()
+        for process in members(self.process.pid):
+            with suppress(OSError):
+                for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+                    if SHARED in line:
+                        inodes.add(int(line.split()[4]))
+        if inodes:
+            for file in Path(SHARED).iterdir():
+                if file not in self._adopted and any(fnmatch(file.name, name) for name in (SEMAPHORES, self.leaves)):
+                    with suppress(OSError):  # another process has just removed it
+                        if file.stat().st_ino in inodes:
+                            self.scratch.adopt(file)
+                            self._adopted.add(file)
 
     def last_words(self) -> str:
         """The errors that the server wrote, or else its last lines; once it has ended, all of them."""
@@ -140,28 +164,11 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             except BaseException:
                 server.stop(grace_s=1.0)
                 raise
-            _adopt_mapped(scratch, _process_tree(server.process.pid), launch.leaves)
+            server.adopt_mapped()
     except BaseException:
         scratch.remove()
         raise
     return server
-
-
-def _adopt_mapped(scratch: Scratch, processes: Iterable[int], pattern: str) -> None:
-    """Let the files that these processes have in their memory and would leave behind be removed with the folder."""
-    for process in processes:
-        with suppress(OSError):
-            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-            for path in {line.split(maxsplit=5)[-1] for line in lines}:
-                if fnmatch(path, pattern):
-                    scratch.adopt(Path(path))
-
-
-def _process_tree(process: int) -> list[int]:
-    """A process and all that it started; empty where it is gone."""
-    with suppress(psutil.NoSuchProcess):
-        return [process, *(child.pid for child in psutil.Process(process).children(recursive=True))]
-    return []
 
 
 def on_cpu(settings: ServerConfig) -> bool:
@@ -202,7 +209,9 @@ def _spawn(
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
-    return Server(url, api_key, log_path, process, pump, lifeline, backend, scratch, launch.grace_s, log_begin)
+    return Server(
+        url, api_key, log_path, process, pump, lifeline, backend, scratch, launch.grace_s, log_begin, launch.leaves
+    )
 
 
 def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:

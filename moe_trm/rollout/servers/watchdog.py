@@ -93,6 +93,7 @@ class Watchdog:
             trouble = self._death()
             if trouble is None and time.monotonic() - looked > LOOK_S:
                 trouble, healthy = self._look(well)
+                self._server.adopt_mapped()  # before it is killed together with this process
                 looked = time.monotonic()
                 well = looked if healthy else well
             if trouble is None:

@@ -15,13 +15,13 @@ def child_environment(
     """The server's environment.
 
     `scratch`: for the sockets and files that SGLang makes and leaves. `alone`: all of its processes are on this
-    machine, and nobody else's reaches it. `dtype`: of its arithmetic, and of the tokens that the convolution of the
+    machine, and no other machine reaches it. `dtype`: of its arithmetic, and of the tokens that the convolution of the
     gated delta rule keeps, which SGLang would round to bfloat16 in every dtype.
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
     wants triton and a C++ compiler.
     """
-    # What is compiled is kept for the next start, where nobody else puts code.
+    # What is compiled is kept for the next start, where no other user puts code.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "torchinductor")}
     child = {**(LOOPBACK if alone else {}), **compiled, **without_key(parent), "TMPDIR": str(scratch)}
     child.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)

@@ -21,7 +21,7 @@ from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
 from moe_trm.runtime.addresses import is_loopback
 from moe_trm.runtime.private import write_private
 
-LOAD_FILES = "/dev/shm/sglang_loads_*.shm"
+LOAD_FILES = "sglang_loads_*.shm"
 """Counters of a server's schedulers, which SGLang never removes."""
 GRACE_S = 3.0
 """Time in which a server on GPUs may end by itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError, EngineLost
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.quantisation import quantisation_of
-from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
+from moe_trm.rollout.servers.backend import Array, Launch, Requirements, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.vllm.answers import VllmAnswers
 from moe_trm.rollout.vllm.client import WEIGHTS, VllmClient
+from moe_trm.rollout.vllm.given_tokens import greedy_tokens, scores_of
 from moe_trm.rollout.vllm.launch import interpreter, launch_command, server_environment
 from moe_trm.rollout.vllm.request import LISTED_IDS
 from moe_trm.runtime.addresses import is_loopback
@@ -69,7 +70,7 @@ class VllmBackend(VllmAnswers, ServerBackend):
         yield Launch(command, environment, 0.0 if cpu else GRACE_S)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
-        """Of the last push; `none` before the first."""
+        """The label of the last push; `none` before the first."""
         content = await http.request("GET", WEIGHTS, timeout_s=timeout_s, attempts=1)
         told = parsed(content, http.url)
         if not isinstance(told, dict) or "version" not in told:
@@ -83,6 +84,14 @@ class VllmBackend(VllmAnswers, ServerBackend):
     def client(self, requirements: Requirements) -> VllmClient:
         """Checks by what the server says of itself, pushes by folder."""
         return VllmClient(requirements)
+
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        """See `greedy_tokens`."""
+        return await greedy_tokens(http, token_ids, count)
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        """See `scores_of`."""
+        return await scores_of(http, token_ids)
 
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """By `/tokenize`."""

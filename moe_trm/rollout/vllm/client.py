@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import Version
+
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.servers.backend import Delivery, Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
@@ -16,6 +18,10 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SamplingParams
 
 WEIGHTS = "/moe_trm/weights"
+ROUTES_SINCE = Version("0.30.0")
+"""The first release whose routes were compared with those of transformers; docs/engines.md lists defects before it."""
+PROBED = (1, 2, 3)
+"""Context of the probe of log-probs. An id alone may be that of padding, after which all ids are equally likely."""
 PROBED_IDS = 2
 """Ids that the probe of log-probs keeps."""
 
@@ -41,6 +47,14 @@ class VllmClient(ServerClient):
                 fix="docs/engines.md has its command line.",
             ) from error
         model, wanted = self._needs.model, self._needs.wanted
+        if wanted.routes and Version(served.get("release", "0")) < ROUTES_SINCE:
+            raise EngineError(
+                "the routes of this release of vLLM are not those of the forwards that sampled, in some settings",
+                where=http.url,
+                got=served.get("release"),
+                expected=f"{ROUTES_SINCE} or newer",
+                fix="docs/engines.md lists the defects. Or train without routes: replay.mode=none and probe.every=0.",
+            )
         if model.architecture not in served["architectures"]:
             raise _mismatch(http, "architecture", served["architectures"], model.architecture)
         expected = {
@@ -58,12 +72,12 @@ class VllmClient(ServerClient):
     async def _probe(self, http: EngineHttp) -> None:
         """Sample one token of two kept ids: their probabilities add up to one, if they are those that were sampled."""
         params = SamplingParams(temperature=self._needs.temperature, top_k=PROBED_IDS, max_new_tokens=1)
-        question = Question((0,), params, RequestedFields(routes=self._needs.wanted.routes, mask=True))
+        question = Question(PROBED, params, RequestedFields(routes=self._needs.wanted.routes, mask=True))
         answer = await http.request("POST", "/inference/v1/generate", generate_request(question))
         try:
             parse_turn(answer, question, self._needs.model)
         except RecordRejected as rejection:
-            # Before the first push the server's weights carry no version number.
+            # Before the first push the server's weights carry no version number; that is looked at last.
             if rejection.reason != "version_unknown":
                 raise _mismatch(
                     http, f"answer to a probe ({rejection.reason})", rejection.got, rejection.expected

@@ -81,6 +81,7 @@ def launch_command(
     }
     flags = ["--enable-scale-out"]
     flags += ["--enable-return-routed-experts"] if routes else []
+    flags += ["--load-format", "dummy"] if settings.random_weights else []
     if cpu:
         # A seed with a part of a prompt ends the engine.
         options["--max-num-batched-tokens"] = max(settings.chunked_prefill_size, int(hf["max_position_embeddings"]))

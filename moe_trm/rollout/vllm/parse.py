@@ -55,7 +55,7 @@ class SampledId(msgspec.Struct):
 
 
 class ListedLogprobs(msgspec.Struct):
-    """Of each sampled id."""
+    """The log-probs of the sampled ids."""
 
     content: list[SampledId] | None = None
 
@@ -104,7 +104,6 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
             expected=len(question.context),
         )
     output_S = sampled_ids(choice.token_ids, model.vocab_size)
-    version = version_of(answer.weight_version, wanted.run)
     if finish_reason == "length" and len(output_S) != question.params.max_new_tokens:
         raise RecordRejected(
             "clipped",
@@ -118,6 +117,7 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
     if wanted.mask:
         mask = _mask(choice, output_S, question, model.vocab_size)
         rollout_S = sampled_S if mask.logprobs is None else over_support(mask, output_S, sampled_S)
+    version = version_of(answer.weight_version, wanted.run)
     truncated = question.params.top_p < 1 or question.params.min_p > 0 or question.params.top_k < model.vocab_size
     return SampledTurn(
         tokens=output_S,

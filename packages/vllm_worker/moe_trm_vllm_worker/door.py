@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -100,6 +101,7 @@ def _served(engine: Any) -> dict[str, Any]:
     model = config.model_config
     return {
         "engine": "vllm",
+        "release": sys.modules["vllm"].__version__,
         "model": str(model.model),
         "architectures": list(model.architectures),
         "vocab_size": model.get_vocab_size(),

@@ -7,9 +7,11 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,44 +23,63 @@ from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.servers.use_proof import BOUNDS, ServerUnfit
 from moe_trm.rollout.servers.watchdog import Watchdog
+from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.types import RolloutRecord, SamplingParams
 from tests.integration.engine_contract.conftest import skip_without, started
 from tests.integration.engine_contract.subject import ENGINES, KEY, Subject, settings
-from tests.integration.served import EXPERT, PAUSES_S, make_push, prompts
+from tests.integration.served import EXPERT, PAUSES_S, make_push, prompts, texts_of
 from tests.unit.rollout.test_scripted_servers import SCRIPTED
 
 SOAKED = 200
+CONTEXT = 2048
+"""Tokens that the tiny model has positions for."""
 NAMES = ["scripted", "sglang", "vllm"]
 
 
 def test_records_are_those_of_the_weights_that_were_pushed_last(subject: Subject, tmp_path: Path) -> None:
-    """The same prompts each time: with a prefix cache that was not emptied, old weights would show."""
+    """The same prompts each time, some blocks of the prefix cache long: were it not emptied, old rows would show."""
     order = ((100, 0), (101, 1), (102, 0))
 
     async def work(engine: ServerEngine) -> list[list[RolloutRecord]]:
         found = []
         for version, which in order:
             await subject.push(engine, tmp_path, version, which)
-            found.append(await subject.sample(engine, prompts(16)))
+            asked = prompts(8, 100)
+            found.append([*await subject.sample(engine, asked), *await subject.sample(engine, asked)])
         return found
 
     for (version, which), records in zip(order, subject.run(work), strict=True):
         assert len(records) == 16
-        for record in records[:3]:
+        for record in (*records[:2], *records[-2:]):
             subject.check(record, version, which)
 
 
-def test_what_a_push_interrupts_goes_on_with_the_new_weights(subject: Subject, tmp_path: Path) -> None:
-    long = SamplingParams(
-        temperature=subject.params.temperature,
-        top_p=subject.params.top_p,
-        top_k=subject.params.top_k,
-        max_new_tokens=300,
-        stop_token_ids=subject.params.stop_token_ids,
-    )
+def test_a_later_turn_brings_the_rows_that_are_new(subject: Subject, tmp_path: Path) -> None:
+    async def work(engine: ServerEngine) -> Conversation:
+        await subject.push(engine, tmp_path, 105)
+        conversation = Conversation(prompts(1, 100)[0])
+        for text in ((5, 6, 7), (8, 9), ()):
+            conversation.add(await engine.turn(conversation.tokens, subject.params, start=conversation.known_rows))
+            conversation.append(text)
+        return conversation
 
-    async def work(engine: ServerEngine, version: int, pause_s: float) -> list[RolloutRecord]:
+    conversation = subject.run(work)
+    rows = [turn.routes.num_rows for turn in conversation.turns if turn.routes is not None]
+    record = conversation.record(sample_id=0, group_id=0, keep_changed=False)
+    assert sum(rows) == (record.num_tokens - 1 if subject.computes else 0)
+    subject.check(record, 105, 0)
+
+
+@pytest.mark.parametrize("partial", ["wait", "interrupt"])
+def test_each_token_of_a_sample_that_meets_a_push_is_of_its_version(
+    subject: Subject, tmp_path: Path, partial: str
+) -> None:
+    """It waits for the push, or goes on after it, or is refused; an engine that interrupts has some of two versions."""
+    long = replace(subject.params, max_new_tokens=300)
+
+    async def work(engine: ServerEngine, version: int, pause_s: float) -> list[RolloutRecord | BaseException]:
         await subject.push(engine, tmp_path, version, 0)
         asked = [
             asyncio.ensure_future(engine.generate(prompt, long, sample_id=i, group_id=i))
@@ -66,22 +87,36 @@ def test_what_a_push_interrupts_goes_on_with_the_new_weights(subject: Subject, t
         ]
         await asyncio.sleep(pause_s)
         await subject.push(engine, tmp_path, version + 1, 1)
-        return list(await asyncio.gather(*asked))
+        return await asyncio.gather(*asked, return_exceptions=True)
 
-    for number, pause_s in enumerate(PAUSES_S):
+    mixed = False
+    for number, pause_s in enumerate(PAUSES_S if partial == "interrupt" else PAUSES_S[:2]):
         version = 110 + 2 * number
-        records = subject.run(lambda engine: work(engine, version, pause_s), mode="async", partial="interrupt")  # noqa: B023
-        if mixed := [record for record in records if len(set(record.versions.tolist())) == 2]:
+        found = subject.run(lambda engine: work(engine, version, pause_s), mode="async", partial=partial)  # noqa: B023
+        assert all(isinstance(one, RolloutRecord) or _respects_versions(one) for one in found), found
+        for record in found:
+            if isinstance(record, RolloutRecord):
+                mixed |= len(set(record.versions.tolist())) == 2
+                check_versions(subject, record, version)
+        if mixed:
             break
-    record = mixed[0]
-    assert sorted(set(record.versions.tolist())) == [version, version + 1]
+    assert mixed or partial == "wait"
+
+
+def _respects_versions(error: BaseException) -> bool:
+    return isinstance(error, RecordRejected) and error.reason == "version_span"
+
+
+def check_versions(subject: Subject, record: RolloutRecord, version: int) -> None:
+    """Each token is of this version, whose weights are the first checkpoint, or of the next with those of the other."""
+    assert set(record.versions.tolist()) <= {version, version + 1}
     assert (np.diff(record.versions) >= 0).all()
     if subject.computes:
         assert record.routes is not None
         record.routes.check_tokens(record.tokens, record.origin)
         for which in (0, 1):
             own = record.versions == version + which
-            assert np.abs(distance(record, subject.checkpoints[which])[own]).max() < 1e-4
+            assert np.abs(distance(record, subject.checkpoints[which])[own]).max(initial=0) < 1e-4
 
 
 def distance(record: RolloutRecord, checkpoint: Path) -> np.ndarray:
@@ -137,6 +172,54 @@ def test_a_push_without_tensors_is_refused(subject: Subject, tmp_path: Path) -> 
 
     with pytest.raises(SyncError):
         subject.run(empty)
+
+
+def test_a_context_that_is_full_is_told(subject: Subject, tmp_path: Path) -> None:
+    """An engine that ends the answer early without a word would have it trained as a whole one."""
+    if not subject.computes:
+        pytest.skip("the script has no context")
+
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
+        await subject.push(engine, tmp_path, 142)
+        return await subject.sample(engine, prompts(1, CONTEXT - subject.params.max_new_tokens // 2))
+
+    with pytest.raises((RecordRejected, EngineError)):
+        subject.run(work)
+
+
+def test_long_prompts_with_seeds_are_answered(subject: Subject, tmp_path: Path) -> None:
+    """More of them at once than one pass of the engine holds, so it cuts them where it cuts prompts."""
+    seeded = replace(subject.params, seed=7)
+
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
+        await subject.push(engine, tmp_path, 144)
+        asked = prompts(8, 700)
+        answers = (engine.generate(p, seeded, sample_id=i, group_id=i) for i, p in enumerate(asked))
+        return list(await asyncio.gather(*answers))
+
+    records = subject.run(work)
+    assert len(records) == 8
+    for record in records[:2]:
+        subject.check(record, 144, 0)
+
+
+def test_decoding_and_prefill_are_of_the_weights_that_were_pushed(subject: Subject, tmp_path: Path) -> None:
+    """The proof by use (docs/pipeline.md), with Hugging Face in the learner's place."""
+    if not subject.config.rollout.traits.scores_tokens:
+        pytest.skip("this engine does not score given tokens")
+
+    async def work(engine: ServerEngine, version: int, which: int, scored: Path) -> dict[str, float]:
+        push = make_push(tmp_path, subject.checkpoints[which], version)
+        await engine.load_weights(msgspec.structs.replace(push, texts=texts_of(scored)))
+        return engine.metrics()
+
+    for version, which in ((146, 0), (147, 1)):
+        own = subject.checkpoints[which]
+        found = subject.run(lambda engine: work(engine, version, which, own))  # noqa: B023
+        assert 0 <= found["weights/decode_gap"] <= BOUNDS["float32"].decode / 4
+        assert 0 <= found["weights/learner_gap"] <= BOUNDS["float32"].learner / 4
+    with pytest.raises(ServerUnfit, match="wrong weights"):
+        subject.run(lambda engine: work(engine, 148, 0, subject.checkpoints[1]))
 
 
 def without(part: str) -> Callable[[Any], Any]:

@@ -1,23 +1,22 @@
-"""A learner on Transformer Engine's layout of layers, on real ranks without CUDA.
+"""A learner on Transformer Engine's layers, on real ranks without CUDA.
 
-Started by torchrun: `fused.py CHECKPOINT OUT RUN [RUN ...]`.
+Started by torchrun: `fused.py CHECKPOINT OUT RUN [RUN ...]`, a RUN as of `runs.py`.
 
-Megatron-Core's own specification for Transformer Engine puts the model together, its `TEGroupedMLP` included. The
-stand-in for Transformer Engine has its modules' parameters (a norm's weight in the linear layer behind it, one weight
-for each expert of a grouped layer) and computes in plain torch. RUN as of `runs.py`, with `layers=fused` or
-without. Nothing is asserted here.
+With `layers=fused` in a RUN, `transformer_engine` is that of `tests/standins`: its signatures, its modules' parameters
+(a norm's weight in the linear layer behind it, one weight for each expert of a grouped layer) and plain torch.
+Megatron-Core's own specification, wrappers and optimizer call it. Nothing is asserted here.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.sync.rounding import Rounding
@@ -30,75 +29,14 @@ from tests.integration.learner_support.work import objective
 def install(patch: pytest.MonkeyPatch) -> None:
     """Let the learner build fused layers on this machine."""
     from moe_trm.learner.megatron import build as learner_build
-    from moe_trm.learner.megatron import cpu_shim, fp8
+    from moe_trm.learner.megatron import fp8, schedule
+    from moe_trm.learner.megatron.packed import packed_parameters
 
-    cpu_shim.install()
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.post_training.modelopt.layers import Linear
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import TEGroupedMLP
-
-    from moe_trm.learner.megatron.cpu_attention import CausalAttention
-    from moe_trm.learner.megatron.cpu_spec import RMSNorm
-
-    class NormAndLinear(ColumnParallelLinear):  # type: ignore[misc]
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
-            super().__init__(input_size, output_size, config=config, **options)
-            self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-            self.eps = config.layernorm_epsilon
-
-        def forward(self, values: Tensor, *rest: Any, **options: Any) -> Any:
-            normed = F.rms_norm(values, values.shape[-1:], self.layer_norm_weight, self.eps)
-            return super().forward(normed, *rest, **options)
-
-    class Grouped(torch.nn.Module):
-        def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, **_options: Any) -> None:
-            super().__init__()
-            self.num_gemms = num_gemms
-            for number in range(num_gemms):
-                weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-                weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
-                self.register_parameter(f"weight{number}", weight)
-
-        def forward(self, tokens: Tensor, splits: list[int]) -> tuple[Tensor, None]:
-            parts = tokens.split(splits)
-            products = [F.linear(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)]
-            return torch.cat(products), None
-
-    class Provider(LocalSpecProvider):  # type: ignore[misc]
-        def fuse_layernorm_and_linear(self) -> bool:
-            return True
-
-        def linear(self) -> type:
-            return Linear
-
-        def column_parallel_linear(self) -> type:
-            return ColumnParallelLinear
-
-        def row_parallel_linear(self) -> type:
-            return RowParallelLinear
-
-        def column_parallel_layer_norm_linear(self) -> type:
-            return NormAndLinear
-
-        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-            return RMSNorm
-
-        def core_attention(self) -> type:
-            return CausalAttention
-
-        def grouped_mlp_modules(self, use_grouped: bool, use_legacy: bool) -> tuple[type, Any]:
-            assert use_grouped
-            assert not use_legacy
-            return TEGroupedMLP, MLPSubmodules(linear_fc1=Grouped, linear_fc2=Grouped)
-
-    patch.setattr(gpt_layer_specs, "TESpecProvider", Provider, raising=False)
-    patch.setattr(gpt_layer_specs, "TENorm", RMSNorm, raising=False)
     patch.setattr(learner_build, "layers_here", lambda _learner: "transformer_engine")
     # Rows are padded as 8-bit products need it, which must change nothing.
     patch.setattr(fp8, "alignment", lambda _learner: 16)
+    # On a CPU packs have no starts of sequences.
+    patch.setattr(schedule, "packed_parameters", lambda *where, latent: packed_parameters(*where, latent=True))
 
 
 def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
@@ -134,5 +72,17 @@ def with_layers(checkpoint: str, out: Path, options: dict[str, str]) -> None:
         run(checkpoint, out, options | {"backend": "megatron"})
 
 
+def with_transformer_engine() -> None:
+    """Begin anew with what Megatron-Core decided when it found no Transformer Engine. The rest stays imported."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "standins"))
+    for name in [*sys.modules]:
+        if name.startswith(("megatron.", "moe_trm.learner.megatron", "routing.megatron", "tests.")):
+            del sys.modules[name]
+    import_module("tests.integration.learner_support.runs").do_runs(
+        import_module("tests.integration.learner_support.fused").with_layers
+    )
+
+
 if __name__ == "__main__":
-    do_runs(with_layers)
+    fused = any("layers=fused" in word for word in sys.argv)
+    with_transformer_engine() if fused else do_runs(with_layers)

@@ -16,7 +16,7 @@ def rows(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_does_all_holds_and_what_nobody_measured_is_a_dash() -> None:
-    found = judged(rows(**{"routing/local_flip_rate": 0.03, "probe/cast_k3_kl": 2e-6}), 0, 2)
+    found = judged(rows(**{"routing/local_flip_rate": 0.03, "probe/cast_k3_kl": 2e-6}), 0, 2, may_move=False)
     assert found["verdict"] == "holds"
     assert found["flips mean"] == pytest.approx(0.02)
     assert found["flips worst"] == 0.03
@@ -35,8 +35,12 @@ def test_a_run_that_does_all_holds_and_what_nobody_measured_is_a_dash() -> None:
     ],
 )
 def test_each_fault_is_named(changes: dict[str, Any], code: int, steps: int, said: str) -> None:
-    assert said in str(judged(rows(**changes), code, steps)["verdict"])
+    assert said in str(judged(rows(**changes), code, steps, may_move=False)["verdict"])
 
 
 def test_a_run_that_never_began_does_not_hold() -> None:
-    assert "0 of 200 steps" in str(judged([], 1, 200)["verdict"])
+    assert "0 of 200 steps" in str(judged([], 1, 200, may_move=False)["verdict"])
+
+
+def test_routers_of_stale_samples_may_have_moved() -> None:
+    assert judged(rows(**{"routing/moved_samples": 2.0}), 0, 2, may_move=True)["verdict"] == "holds"

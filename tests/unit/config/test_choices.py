@@ -296,6 +296,14 @@ def test_what_the_machine_decides_is_judged_by_the_same_rules(
     }
 
 
+def test_a_missing_gpu_is_told_before_what_could_be_mended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once: else a user mends the dtype, to be told then that no dtype helps on this machine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InvalidConfigError, match="no CUDA device") as it:
+        load_here(str(file), [*FP8, "learner.dtype=float32"])
+    assert [problem.key for problem in it.value.problems] == ["learner.transformer_engine", "learner.dtype"]
+
+
 def test_quantised_servers_elsewhere_and_recordings_need_no_cuda_here(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ FAKE_SERVER = '''
 """Serves /health after a while; a child and the server itself ignore SIGTERM when told to.
 
 It computes or sleeps for so many seconds before it first says which model it serves. Like SGLang it leaves a temporary
-file and one of shared memory."""
-import http.server, json, mmap, os, signal, subprocess, sys, tempfile, time
+file, one of shared memory and, once it has been asked for /model_info, a semaphore."""
+import http.server, json, mmap, multiprocessing, os, signal, subprocess, sys, tempfile, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], \
 os.environ["OMP_NUM_THREADS"], flush=True)
@@ -27,6 +27,7 @@ left = tempfile.NamedTemporaryFile(delete=False)
 shared = open(f"/dev/shm/sglang_loads_{os.getpid()}_fake.shm", "wb+")
 shared.truncate(4096)
 mapped = mmap.mmap(shared.fileno(), 4096)
+locks = []
 open(os.environ["FAKE_PIDS"], "w").write(f"{os.getpid()} {child.pid}")
 if "--stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -42,6 +43,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/model_info":
             take(pending.pop("--burn", 0), pending.pop("--doze", 0))
+            locks.append(multiprocessing.get_context("spawn").Lock())
+            open(os.environ["FAKE_PIDS"] + ".lock", "w").write(locks[0]._semlock.name)
         if "--chatty" in sys.argv:
             print("chatter " * 50_000, flush=True)
         self.send_response(200); self.end_headers()

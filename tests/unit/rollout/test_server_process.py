@@ -64,6 +64,19 @@ def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path
     assert not any(path.exists() for path in left)
 
 
+def test_a_semaphore_made_while_it_serves_goes_with_the_server(tmp_path: Path, pids_file: Path) -> None:
+    """A kill of the group takes Python's resource tracker too, which would have removed it."""
+    server = start_server(config(tmp_path), tmp_path / "rollout.log", "secret-key")
+    try:
+        assert server.answers("/model_info", timeout_s=20)
+        name = Path(f"{pids_file}.lock").read_text()
+        semaphore = Path(f"/dev/shm/sem.{name.removeprefix('/')}")
+        assert semaphore.exists()
+    finally:
+        server.stop(grace_s=0.0)
+    assert not semaphore.exists()
+
+
 def left_by(process: int, scratch: Path) -> list[Path]:
     """What the stand-in leaves behind: its file of shared memory, and a temporary one in its private folder."""
     shared = Path(f"/dev/shm/sglang_loads_{process}_fake.shm")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from moe_trm.errors import RecordRejected
+from moe_trm.errors import EngineError, RecordRejected
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.vllm.given_tokens import greedy_tokens, scores_of
 from moe_trm.rollout.vllm.parse import parse_turn
 from moe_trm.rollout.vllm.request import LISTED_IDS, generate_request
 from moe_trm.types import SampledTurn, SamplingParams
@@ -201,3 +204,46 @@ def test_rows_and_seeds_and_texts_are_asked_for() -> None:
     assert isinstance(sampling, dict)
     assert sampling["routed_experts_prompt_start"] == 2
     assert (sampling["seed"], sampling["stop"], sampling["detokenize"]) == (7, ["end"], True)
+
+
+class Scoring:
+    """A server that scores: the answer to whatever is asked, and what was asked."""
+
+    url = "http://127.0.0.1:9"
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+        self.asked: dict[str, Any] = {}
+
+    async def post(self, path: str, body: dict[str, Any]) -> object:
+        assert path == "/inference/v1/generate"
+        self.asked = body
+        return self._answer
+
+
+def scoring(answer: object) -> tuple[EngineHttp, Scoring]:
+    server = Scoring(answer)
+    return cast(EngineHttp, server), server
+
+
+def test_tokens_are_decoded_greedily_with_log_probs_at_temperature_1() -> None:
+    http, server = scoring(good())
+    tokens, logprobs = asyncio.run(greedy_tokens(http, (5, 6, 7), 2))
+    assert tokens.tolist() == [3, 1]
+    assert logprobs.tolist() == pytest.approx([math.log(0.5), 0.0])
+    sampling = server.asked["sampling_params"]
+    assert (sampling["temperature"], sampling["max_tokens"], sampling["ignore_eos"]) == (0.0, 2, True)
+    with pytest.raises(EngineError, match="ended early"):
+        asyncio.run(greedy_tokens(http, (5, 6, 7), 3))
+
+
+def test_given_tokens_are_scored_by_their_prefill() -> None:
+    told = [None, {"6": {"logprob": -1.5}}, {"7": {"logprob": -9999.0}}]
+    http, server = scoring({"prompt_logprobs": told})
+    found = asyncio.run(scores_of(http, (5, 6, 7)))
+    assert found[0] == -1.5
+    assert np.isnan(found[1])  # an id without a probability is no number, so the proof fails
+    assert server.asked["sampling_params"]["prompt_logprobs"] == 0
+    for wrong in (None, told[:2], [*told, told[1]], [None, told[1], {"2": {"logprob": -1.0}}]):
+        with pytest.raises(EngineError, match="not of the tokens"):
+            asyncio.run(scores_of(scoring({"prompt_logprobs": wrong})[0], (5, 6, 7)))

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -66,6 +67,9 @@ def test_a_server_is_started_without_what_vllm_is_known_to_trip_over(
     assert "--no-enable-chunked-prefill" in command
     assert int(given["--max-num-batched-tokens"]) >= 4096
     assert {"--enable-scale-out", "--enable-return-routed-experts"} <= {*command}
+    assert "--load-format" not in command
+    random = config(tmp_path, rollout={"server": {"random_weights": True}})
+    assert dict(pairwise(command_of(random)))["--load-format"] == "dummy"
     bare = config(tmp_path, replay={"mode": "none"}, probe={"every": 0})
     assert "--enable-return-routed-experts" not in command_of(bare)
 
@@ -120,6 +124,7 @@ def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatc
 
 SERVED = {
     "engine": "vllm",
+    "release": "0.30.0",
     "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": 8,
     "dtype": "float32",
@@ -156,14 +161,17 @@ def told(value: object) -> Any:
     return value
 
 
+MODEL = ServedModel("Qwen3MoeForCausalLM", 8, 2, (0, 1), 4, 2)
+NEEDS = Requirements(MODEL, RequestedFields(True, True), 1.0, "float32", True)
+
+
 def client() -> VllmClient:
-    model = ServedModel("Qwen3MoeForCausalLM", 8, 2, (0, 1), 4, 2)
-    return VllmClient(Requirements(model, RequestedFields(True, True), 1.0, "float32", True))
+    return VllmClient(NEEDS)
 
 
 def probe() -> dict[str, Any]:
     """The answer to the probe at the start: one token of two kept ids, before any push."""
-    answer = good() | {"weight_version": "none", "usage": {"prompt_tokens": 1}}
+    answer = good() | {"weight_version": "none"}
     [choice] = answer["choices"]
     for field in (choice["token_ids"], choice["logprobs"]["content"]):
         field.pop()
@@ -172,6 +180,24 @@ def probe() -> dict[str, Any]:
 
 def check(**differs: Any) -> None:
     asyncio.run(client().check(cast(EngineHttp, ScriptedHttp(SERVED | differs, answer=probe()))))
+
+
+def test_log_probs_of_the_model_are_refused_before_the_first_push() -> None:
+    """Where the server says that they are processed, and they are not: two kept ids do not add up to one."""
+    raw = probe()
+    [choice] = raw["choices"]
+    for likely in choice["logprobs"]["content"][0]["top_logprobs"]:
+        likely["logprob"] -= 0.5
+    with pytest.raises(EngineError, match="mask_sum"):
+        asyncio.run(client().check(cast(EngineHttp, ScriptedHttp(SERVED, answer=raw))))
+
+
+def test_a_release_with_known_route_defects_is_refused_where_routes_are_wanted() -> None:
+    check(release="0.32.1")
+    with pytest.raises(EngineError, match="not those of the forwards"):
+        check(release="0.26.0")
+    bare = VllmClient(replace(NEEDS, wanted=RequestedFields(False, True)))
+    asyncio.run(bare.check(cast(EngineHttp, ScriptedHttp(SERVED | {"release": "0.26.0"}, answer=probe()))))
 
 
 def test_another_server_than_the_configured_one_is_refused() -> None:

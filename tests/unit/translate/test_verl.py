@@ -37,6 +37,17 @@ def test_replay_is_found_wherever_it_stands(place: str, mode: str) -> None:
     assert draft.values["replay.mode"] == mode
 
 
+def test_a_learner_and_an_advantage_that_are_named() -> None:
+    draft = of_verl(
+        {
+            f"{ACTOR}.strategy": "megatron",
+            "algorithm.adv_estimator": "grpo",
+            "algorithm.norm_adv_by_std_in_grpo": False,
+        }
+    )
+    assert (draft.values["learner.backend"], draft.values["advantage.normalize_std"]) == ("megatron", False)
+
+
 def test_two_replay_modes_need_a_decision() -> None:
     draft = of_verl({f"{ACTOR}.router_replay.mode": "R2", f"{ACTOR}.megatron.router_replay.mode": "R3"})
     assert draft.values["replay.mode"] == "???"

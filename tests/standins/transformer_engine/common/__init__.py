@@ -1,0 +1,5 @@
+"""What is not of one framework."""
+
+from . import recipe
+
+__all__ = ["recipe"]
