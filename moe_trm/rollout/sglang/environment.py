@@ -10,12 +10,13 @@ from moe_trm.runtime.gloo import LOOPBACK
 
 
 def child_environment(
-    parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool, exact: bool = False
+    parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool, dtype: str, exact: bool = False
 ) -> dict[str, str]:
     """The server's environment.
 
     `scratch`: for the sockets and files that SGLang makes and leaves. `alone`: all of its processes are on this
-    machine, and no other machine reaches it.
+    machine, and no other machine reaches it. `dtype`: of its arithmetic, and of the tokens that the convolution of the
+    gated delta rule keeps, which SGLang would round to bfloat16 in every dtype.
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
     wants triton and a C++ compiler. `exact`: sums in a fixed order, by packages/sglang_cpu.
@@ -25,6 +26,7 @@ def child_environment(
     child = {**(LOOPBACK if alone else {}), **compiled, **without_key(parent), "TMPDIR": str(scratch)}
     # Of a rank that starts a server: with torchrun's the server would look for the ranks' store, and wait.
     child = {name: value for name, value in child.items() if not name.startswith("TORCHELASTIC_")}
+    child.setdefault("SGLANG_MAMBA_CONV_DTYPE", dtype)
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         child["TORCHDYNAMO_DISABLE"] = "1"

@@ -51,8 +51,8 @@ def test_what_cannot_be_exact_is_refused(key: str, sections: dict[str, Any]) -> 
 
 
 def test_a_server_on_a_cpu_is_told_by_its_environment_and_one_on_cuda_by_a_flag(tmp_path: Path) -> None:
-    assert child_environment({}, True, tmp_path, alone=True, exact=True)["MOE_TRM_EXACT"] == "1"
-    assert "MOE_TRM_EXACT" not in child_environment({}, True, tmp_path, alone=True)
+    assert child_environment({}, True, tmp_path, alone=True, dtype="float32", exact=True)["MOE_TRM_EXACT"] == "1"
+    assert "MOE_TRM_EXACT" not in child_environment({}, True, tmp_path, alone=True, dtype="float32")
     on_cuda = served(tmp_path, device="cuda").model_copy(update={"exact": True})
     assert "--enable-deterministic-inference" in launch_command(on_cuda, tmp_path, 7, "k.yaml")
 
