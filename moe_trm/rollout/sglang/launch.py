@@ -39,7 +39,8 @@ def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[
     command += RANDOM_WEIGHTS if served != checkpoint or settings.random_weights else ()
     cpu = on_cpu(settings)
     alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
-    environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=settings.dtype)
+    dtype, exact = settings.dtype, config.exact
+    environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=dtype, exact=exact)
     try:
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
         yield Launch(command, environment, 0.0 if cpu else GRACE_S, LOAD_FILES)
@@ -77,7 +78,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         options["--json-model-override-args"] = json.dumps(overrides)
     flags = ["--enable-return-routed-experts"]
     flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
-    flags += ["--enable-deterministic-inference"] if settings.deterministic else []
+    repeats = settings.deterministic or (config.exact and not on_cpu(settings))
+    flags += ["--enable-deterministic-inference"] if repeats else []
     if on_cpu(settings):
         options |= {
             "--device": "cpu",
