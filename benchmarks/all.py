@@ -61,6 +61,7 @@ BENCHMARKS = (
     Benchmark("weights", "Weights on their way to the engine", "weights"),
     Benchmark("push_changes", "Values that a step changes in a push", "push_changes"),
     Benchmark("use_proof", "Pushes proved by use", "use_proof"),
+    Benchmark("exact", "Exact runs", "exact"),
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
     Benchmark("async_overlap", "Sampling beside training", "async_overlap"),
     Benchmark("plan_memory", "Memory that the planner predicts, and what torch allocates", "plan_memory"),

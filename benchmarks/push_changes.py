@@ -9,8 +9,10 @@ those before, rounded to bfloat16 as a push rounds them. Medians over steps:
 - `changed`: share of the values whose bits differ; `untouched`: share of the bytes in tensors of which no bit differs;
 - `bitmap` and `places`: bytes over those of the whole push, where a changed value has two bytes, and its place is a bit
   in a map of all values, or a four-byte index;
-- `packing s/GB`: seconds to find and pack the changed values among a GB of them, on one core, beside the export of the
-  whole (`python -m benchmarks.weights`); the best of three.
+- `packing s/GB`: processor seconds to find the changed values among a GB of them and pack them with their places, and
+  to put them into a copy elsewhere, on one core, beside the export of the whole (`python -m benchmarks.weights`); the
+  best of three;
+- `pays below Gb/s`: the speed of a link per packing core below which the bytes that are left out take longer than that.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -81,17 +84,18 @@ def compared(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[
 
 
 def packing_s(share: float) -> float:
-    """Seconds to find and pack the values of one GB of which this share has changed, the best of three."""
+    """Processor seconds to pack and unpack the values of one GB of which this share has changed, the best of three."""
     before = torch.randint(-(2**15), 2**15, (BLOCK,), dtype=torch.int16)
-    after = torch.where(torch.rand(BLOCK) < share, before ^ 1, before)
+    after = torch.where(torch.rand(BLOCK) < share, before ^ 1, before).numpy()
+    elsewhere, old = before.numpy().copy(), before.numpy()
 
     def once() -> float:
-        started = time.perf_counter()
-        places = torch.nonzero(before != after).view(-1)
-        torch.take(after, places)
-        return time.perf_counter() - started
+        started = time.process_time()
+        places = np.flatnonzero(old != after)
+        elsewhere[places] = after[places]
+        return time.process_time() - started
 
-    return min(once() for _ in range(3)) / before.nbytes * 1e9
+    return min(once() for _ in range(3)) / after.nbytes * 1e9
 
 
 def measured(checkpoint: Path, folder: Path, rate: float, steps: int) -> Row:
@@ -113,7 +117,9 @@ def measured(checkpoint: Path, folder: Path, rate: float, steps: int) -> Row:
     finally:
         close_learner()
     medians = {name: statistics.median(some[name] for some in found) for name in found[0]}
-    return {"learning rate": f"{rate:g}", **medians, "packing s/GB": packing_s(medians["changed"])}
+    seconds, left_out = packing_s(medians["changed"]), 1 - min(medians["bitmap"], medians["places"])
+    speed = max(0.0, 8 * left_out / seconds)
+    return {"learning rate": f"{rate:g}", **medians, "packing s/GB": seconds, "pays below Gb/s": speed}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

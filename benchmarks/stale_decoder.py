@@ -18,10 +18,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def planted(folder: Path) -> dict[str, str]:
     """Variables of a server with the fault; `folder` gets the description by which SGLang finds the plugin."""
-    info = folder / "stale_decoder-0.dist-info"
+    return with_plugin(folder, "stale_decoder")
+
+
+def with_plugin(folder: Path, module: str) -> dict[str, str]:
+    """Variables of a server that loads `benchmarks/MODULE.py` as a plugin."""
+    info = folder / f"{module}-0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stale-decoder\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nstale_decoder = benchmarks.stale_decoder:activate\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{module} = benchmarks.{module}:activate\n")
     paths = [str(folder), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 

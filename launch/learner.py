@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -165,7 +166,12 @@ def run(
         rollouts = stack.enter_context(connect(access, (rank, world_size), learner, process, sinks))
         pusher = build_pusher(config, rank, learner, rollouts, access, host)
         stack.callback(checkpoints.close)
-        train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
+        with ExitStack() as proved:
+            if config.exact:
+                from moe_trm.doctor import bisect  # starts servers, which ranks do not otherwise
+
+                proved.enter_context(bisect.naming_the_cause(learner, partial(bisect.served_states, config)))
+            train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
         stack.close()
         if config.train.export and not checkpoints.interrupted:
             export(learner, run_dir / "checkpoints" / "final")

@@ -24,6 +24,7 @@ from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
 from moe_trm.probe.run import Probe
 from moe_trm.rollout.client import RolloutClient
+from moe_trm.step import exact
 from moe_trm.step.advantages import Advantages
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.arrivals import Arrivals, joined
@@ -113,7 +114,10 @@ def train(
                 if not batch.mini_batches:
                     continue
                 with phases.time("score"):
-                    passed = anchors.score(learner, batch, moved=bool(updates), every=probe.anchors_all(batch))
+                    every = config.exact or probe.anchors_all(batch)
+                    passed = anchors.score(learner, batch, moved=bool(updates), every=every)
+                    if config.exact:
+                        replayed += exact.proved(passed, learner.replay_report())
                     anchored = reference.score(learner, passed)
                     anchored = advantages.given(learner, anchored, batch.compared, reference.penalties(anchored))
                     anchored = reference.lowered(anchored)

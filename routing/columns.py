@@ -5,8 +5,8 @@
 | `contiguous` | one of `size` equal pieces | Ulysses (verl, DeepSpeed), ring attention in order, sequence parallelism |
 | `zigzag` | pieces `rank` and `2 * size - 1 - rank` of `2 * size` | Megatron-Core, Transformer Engine |
 
-Zigzag balances causal work. It cuts the columns of padded rows. Of packed rows it cuts every sequence, as Megatron-Core
-does with `cu_seqlens_padded`.
+Zigzag balances causal work. It cuts the columns of padded rows. In a pack it cuts every sequence, as Megatron-Core does
+with `cu_seqlens_padded`.
 
 Shape letters: B rows, R columns, C columns of this rank, N = B * R places in batch order, M = B * C of this rank.
 """

@@ -30,7 +30,7 @@ class DueTokens:
 
     @classmethod
     def of(cls, lengths: Sequence[int], layout: AnyLayout, records: Sequence[RouteRecord | None] = ()) -> DueTokens:
-        """Of sequences with `lengths` tokens; without `records` all of these have routes."""
+        """Due routes of sequences with `lengths` tokens; without `records`, all tokens have routes."""
         due_N, free_N = due_tokens(lengths, layout), free_tokens(records, layout)
         if free_N is not None:
             due_N = due_N & ~free_N

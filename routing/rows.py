@@ -31,7 +31,7 @@ class Rows:
 
     Attributes:
         shape: `(B, R)` of the tensor of tokens.
-        spans: by sequence, the first of its N places and the one behind its last. Of padded rows there is one span for
+        spans: by sequence, the first of its N places and the one behind its last. Padded rows have one span for
             each row, empty where the row is padding alone.
         is_packed: several sequences share a row.
         segments: by packed sequence, the places set aside for it: its tokens, and the padding behind them.

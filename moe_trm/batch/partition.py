@@ -103,7 +103,7 @@ def _smallest_limit(lengths: Sequence[int], order: Sequence[int], wanted: int, b
 def _split(lengths: Sequence[int], bins: Sequence[Bin], wanted: int) -> list[Bin]:
     """`wanted` bins: again and again the cut that saves most padding, and empty bins once every bin has one row.
 
-    Of cuts that save the same the last one is made. A bin is known by its first row's place among all rows.
+    Where several cuts save the same, the last one is made. A bin is known by its first row's place among all rows.
     """
     places = accumulate((len(rows) for rows in bins), initial=0)
     bin_at = dict(zip(places, bins, strict=False))

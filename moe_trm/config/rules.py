@@ -17,6 +17,7 @@ from moe_trm.config import (
     correction_rules,
     deepspeed_rules,
     engine_rules,
+    exact_rules,
     lora_rules,
     precision_rules,
     rollout_rules,
@@ -51,6 +52,7 @@ def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Pr
 
 
 def _refusals(config: Config) -> list[Problem]:
+    engines = config.rollout, config.learner, config.replay, config.pipeline
     return [
         *agent_rules.refusals(config),
         *engine_rules.refusals(config),
@@ -70,6 +72,7 @@ def _refusals(config: Config) -> list[Problem]:
         *precision_rules.refusals(config.rollout, config.sync, config.learner, config.batch),
         *deepspeed_rules.refusals(config.learner, config.optimizer),
         *lora_rules.refusals(config.learner),
+        *(exact_rules.refusals(*engines, keeps_masks=config.keeps_masks) if config.exact else ()),
         *_observe(config.observe),
     ]
 

@@ -28,7 +28,7 @@ def opsm(
     """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.
 
     Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows
-    of one sign are dropped whole. Of positive rows only tokens whose ratio is NaN are dropped. D splits into engine and
+    of one sign are dropped whole. Positive rows lose only tokens whose ratio is NaN. D splits into engine and
     staleness parts, because log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in
     use. slime and miles compare current with proximal (`ratio: update` here) unless told to take the rollout's
     log-probs.

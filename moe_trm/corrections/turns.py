@@ -22,7 +22,7 @@ class Turns:
     """The turns of some rows, each a row of its own with its sampled tokens alone.
 
     Raises:
-        ConfigError: nobody says which turn a token is of.
+        ConfigError: the turn of a token is not known.
     """
 
     def __init__(self, evidence: Evidence) -> None:

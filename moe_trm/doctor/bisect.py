@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from moe_trm.models.stream_names import around_norm
 from moe_trm.rollout.servers.backend import ServerBackend, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
+from moe_trm.runtime.private import Scratch
+from moe_trm.step.exact import InexactError
 from moe_trm.step.fixed_texts import batch_of, fixed_ids
 from routing.replay import Native
 
@@ -64,13 +66,47 @@ def bisect(config: Config, folder: Path) -> Check:
     try:
         learner = build_learner(config.model_copy(update={"learner": alone}))
         found = differences(served, learner_states(learner, ids, num_layers))
-        return verdict(found, BOUNDS[max(config.rollout.server.dtype, alone.dtype, key=[*BOUNDS].index)])
+        bound = BOUNDS[max(config.rollout.server.dtype, alone.dtype, key=[*BOUNDS].index)]
+        return verdict(found, 0.0 if config.exact else bound)
     finally:
         dist.destroy_process_group()
 
 
-def served_states(config: Config, folder: Path, token_ids: Sequence[int], num_layers: int) -> Mapping[str, Tensor]:
-    """`[T, D]` of every hidden state that a server of this run computes, by name, in their order."""
+@contextmanager
+def naming_the_cause(learner: Learner, served: Callable[..., Mapping[str, Tensor]]) -> Iterator[None]:
+    """An exact run that ends inside of the `with` because the engines differ says in which operation.
+
+    `served`: `served_states` of the run. A learner of several ranks is left as it is.
+    """
+    try:
+        yield
+    except InexactError as error:
+        if dist.get_world_size() > 1 or not error.token_ids:
+            raise
+        with Scratch() as folder:
+            cause = where_they_differ(learner, served, error.token_ids, folder)
+        raise error.because(cause) from error
+
+
+def where_they_differ(
+    learner: Learner, served: Callable[..., Mapping[str, Tensor]], token_ids: Sequence[int], folder: Path
+) -> str:
+    """The first operation whose bits differ on this text under the learner's weights. Its last token is a target."""
+    weights = folder / "weights"
+    learner.export_checkpoint(str(weights))
+    num_layers = int(read_hf_config(weights)["num_hidden_layers"])
+    theirs = served(folder, token_ids, num_layers, weights=weights)
+    found = verdict(differences(theirs, learner_states(learner, torch.tensor([[*token_ids]]), num_layers)), 0.0)
+    return found.says if found.status == "fail" else "prefill of its text agrees to the last bit, so decoding differs"
+
+
+def served_states(
+    config: Config, folder: Path, token_ids: Sequence[int], num_layers: int, *, weights: Path | None = None
+) -> Mapping[str, Tensor]:
+    """`[T, D]` of every hidden state that a server of this run computes, by name, in their order.
+
+    `weights`: a Hugging Face folder in place of the checkpoint, served at a free port.
+    """
     if not config.rollout.starts_server:
         raise ConfigError(
             "hidden states are those of a server that this command starts", where="config key rollout.url"
@@ -78,6 +114,9 @@ def served_states(config: Config, folder: Path, token_ids: Sequence[int], num_la
     backend, states = backend_of(config.rollout.engine), folder / "hidden-states"
     arguments = (*config.rollout.server.extra_args, *backend.writing_states(states))
     server_settings = config.rollout.server.model_copy(update={"extra_args": arguments})
+    if weights is not None:
+        server_settings = server_settings.model_copy(update={"port": 0, "random_weights": False})
+        config = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": str(weights)})})
     rollout = config.rollout.model_copy(update={"server": server_settings})
     key = secrets.token_hex(16)
     server = start_server(config.model_copy(update={"rollout": rollout}), folder / "rollout.log", key)
@@ -112,7 +151,7 @@ def learner_states(learner: Learner, ids_BT: Tensor, num_layers: int) -> Mapping
 
 
 def differences(served: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> Iterator[Difference]:
-    """Of the hidden states that both engines tell of, in the learner's order."""
+    """The differences of all hidden states that both engines give, in the learner's order."""
     for name, ours in learner.items():
         if name in served:
             theirs = served[name].reshape(-1, ours.shape[-1])[: len(ours)].double()

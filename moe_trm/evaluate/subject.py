@@ -34,7 +34,7 @@ class Target:
 def find_target(path: Path, step: int | None, scratch: Path) -> Target:
     """The weights in `path`: a run folder, one of its `step-NNNNNN` folders, or a Hugging Face folder.
 
-    Of a run: those after `step`; None: the final ones, else those of its newest checkpoint. A checkpoint for training
+    A run has those after `step`. None: the final ones, else those of its newest checkpoint. A checkpoint for training
     becomes a Hugging Face folder in `scratch`.
 
     Raises:

@@ -29,7 +29,7 @@ Look = Callable[[Sequence[RouteSource]], Sequence[Recorded | None]]
 
 
 class Replayer(Protocol):
-    """Of `routing`: chooses and proves routes."""
+    """Chooses and proves routes; `routing` has one for each learner."""
 
     @property
     def layer_ids(self) -> tuple[int, ...]: ...

@@ -19,7 +19,7 @@ def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
     Only names are looked at, and a copy of tied weights. Layers that predict several tokens at once are no part of the
     model: neither transformers nor Megatron has them here.
 
-    Of a family that `moe_trm.models` does not know, which DeepSpeed may still train, transformers says what is lacking.
+    DeepSpeed may also train a family that `moe_trm.models` does not know. There transformers says what is lacking.
 
     Raises:
         CheckpointError: a quantised checkpoint without scales; tensors that are missing, or that the model has no place

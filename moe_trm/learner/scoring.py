@@ -78,12 +78,15 @@ class Scoring:
         )
 
 
-def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabulary: Vocabulary = WHOLE) -> Tensor:
+def score_hidden(
+    hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabulary: Vocabulary = WHOLE, *, whole: bool = False
+) -> Tensor:
     """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False.
 
     The channels are `Scoring.channels`; log-probs and entropy carry a gradient. Logits of unscored positions are never
     computed. Those of scored positions are computed over the kept support only, or in chunks of tokens over the
-    vocabulary. `vocabulary`: the ids of the weight's rows, where ranks share them.
+    vocabulary. `vocabulary`: the ids of the weight's rows, where ranks share them. `whole`: log-probs over the
+    vocabulary are one log-softmax of all logits, as engines have it, which rounds in another way than chunks.
     """
     hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
     kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
@@ -91,6 +94,9 @@ def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabu
     if kept_ids is None or scoring.entropy:
         full = full_scores(hidden_NH, weight_VH, target_N, temperature, vocabulary=vocabulary, entropy=scoring.entropy)
         channels = {"logprobs": full.logprobs} | ({} if full.entropy is None else {"entropy": full.entropy})
+    if kept_ids is None and whole:
+        logits_NV = F.linear(hidden_NH, weight_VH).float() / temperature
+        channels["logprobs"] = logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0]
     if kept_ids is not None and kept_offsets is not None:
         support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
         if scoring.kept_logprobs is None:

@@ -28,8 +28,8 @@ def kl_cov(
 
     cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. `penalty="abs"`: D = |log r|, as
     the released code approximates it. `penalty="kl"`: D = r - 1 - log r, which over samples of the policy before the
-    update has mean KL(pi_prox || pi_theta) and its gradient (equation 14 of the paper). Of equal ones, some are drawn
-    by the run's seed and step, so that the share is never exceeded.
+    update has mean KL(pi_prox || pi_theta) and its gradient (equation 14 of the paper). Equal ones are drawn by the
+    run's seed and step, so that the share is never exceeded.
     Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
 
     When: entropy collapses early; holds back the tokens that drive it with a penalty.

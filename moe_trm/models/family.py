@@ -99,6 +99,7 @@ class Family:
         whole_qk_norms: queries and keys are normed over all heads together.
         expert_biases: experts have biases.
         sinks: attention has a logit more than keys.
+        exact: runs with `exact: true` have been measured.
         not_in_megatron: what Megatron-Core's learner lacks for it; empty where it has everything.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
@@ -115,6 +116,7 @@ class Family:
     whole_qk_norms: bool = False
     expert_biases: bool = False
     sinks: bool = False
+    exact: bool = False
     not_in_megatron: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
 

@@ -34,6 +34,7 @@ GLM4_MOE = Family(
     router=sigmoid_tensors,
     megatron=_megatron,
     required=SIGMOID_REQUIRED,
+    exact=True,
     tiny={
         "num_key_value_heads": 2,
         "head_dim": 32,

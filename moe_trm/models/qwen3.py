@@ -29,6 +29,7 @@ QWEN3_MOE = Family(
     router=lambda _hf: GATE,
     megatron=_megatron,
     required=REQUIRED,
+    exact=True,
     tiny={
         "num_key_value_heads": 2,
         "head_dim": 32,

@@ -58,18 +58,35 @@ def find_family(hf_config: Mapping[str, Any]) -> Family | None:
     return known.get(architectures[0]) if len(architectures) == 1 else None
 
 
+def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:
+    """Refuse a model that no learner trains rightly now, whatever transformers has for it, with what is nearest.
+
+    Raises:
+        CheckpointError: it is one of those in `_NEAREST`.
+    """
+    architecture = (hf_config.get("architectures") or [""])[0]
+    if architecture in _NEAREST:
+        raise CheckpointError(
+            "model architecture is not supported",
+            where=where,
+            got=f"{architecture}: {_NEAREST[architecture]}",
+            expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
+            fix="Use a checkpoint of one of these families.",
+        )
+
+
 def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json.
 
     Raises `CheckpointError` when it is not supported; `where` is the file, for the message.
     """
+    refuse_unsupported(hf_config, where)
     family = find_family(hf_config)
     if family is None:
-        known = hf_config.get("architectures") or [""]
         raise CheckpointError(
             "model architecture is not supported",
             where=where,
-            got=f"{known[0]}: {_NEAREST[known[0]]}" if known[0] in _NEAREST else known,
+            got=hf_config.get("architectures") or [""],
             expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families, or learner.backend=deepspeed, which needs no conversion.",
         )

@@ -126,7 +126,7 @@ class Work:
         return with_adapters(model_of(self.hf, self.where), self.hf, config.learner.lora, self.where)
 
     def step_tokens(self, config: Config) -> float:
-        """Of new samples, prompts included."""
+        """Tokens of new samples, prompts included."""
         lengths, rollout = self.assumptions.lengths, config.rollout
         return rollout.prompts_per_step * rollout.group_size * (lengths.mean + lengths.prompt_tokens)
 
@@ -184,7 +184,7 @@ class Work:
         )
 
     def timeline(self, model: Model, config: Config, mode: Mode, fleet: SimulatedServers, train_s: float) -> Timeline:
-        """Simulated steps of a pipeline mode. Of many servers `SIMULATED` are, with their share of the samples.
+        """Simulated steps of a pipeline mode, with at most `SIMULATED` servers and their share of the samples.
 
         Stale samples need more passes than the learner's own, whatever the speed was measured with: one for each older
         version.

@@ -31,7 +31,7 @@ def exchange_seconds(
     tokens: float,
     efficiency: Efficiency,
 ) -> float:
-    """Of one training step.
+    """Seconds of exchange in one training step.
 
     Tensor ranks gather and scatter each token twice a layer: 4 H d (t - 1) / t bytes. Experts get it and give it
     back: 2 K H d (e - 1) / (e t). Context ranks pass keys and values on. Each optimizer step reduces gradients in

@@ -3,8 +3,8 @@
 A tensor counts once, when some operation saves it for its gradient. What an operation saves follows from its formula: a
 product saves both factors, a sum neither. The rules are those of two sets of layers. `fused` are Transformer Engine's
 on a GPU with flash attention. `plain` are those of a CPU (`moe_trm/learner/megatron/cpu_spec.py`), whose norms also
-keep the normed values, and whose attention keeps keys and values repeated for every query head. Of short sequences in
-packs it keeps its weights instead, which are about as many.
+keep the normed values, and whose attention keeps keys and values repeated for every query head. For short
+sequences in packs it keeps its weights instead, which are about as many.
 
 Letters: d bytes of a number of `learner.dtype`, H hidden size, t tensor-parallel ranks, N query heads, G key/value
 heads, D head dimension, K experts per token, F columns of an expert on a rank, E experts.
@@ -104,7 +104,7 @@ _COPIES = 5
 
 
 def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1, *, frozen: bool = False) -> float:
-    """Of `norms` RMS norms over `columns` in all, without their outputs: inputs, and the root of each.
+    """Bytes of `norms` RMS norms over `columns` in all: inputs and the root of each, without outputs.
 
     `plain` computes in float32 and keeps the normed values, too, unless the weight is frozen.
     """
@@ -112,7 +112,7 @@ def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1, *, 
 
 
 def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: float, adapted: Adapted) -> float:
-    """Of `rows` dispatched rows a token: the rows, their products, the scaled product; routing; shared experts."""
+    """Bytes of `rows` dispatched rows a token: rows, their products, the scaled product; routing; shared experts."""
     t, experts, top_k = learner.parallel.tensor, num_experts(hf), int(hf["num_experts_per_tok"])
     width = expert_width(hf) / learner.parallel.expert_tensor
     trains, trains_shared = (learner.lora.rank == 0 or kind in adapted.kinds for kind in ("experts", "shared experts"))

@@ -73,8 +73,8 @@ NO_ADAPTERS = Adapted()
 class Model:
     """The parts of every decoder layer and of both ends, and of all layers for predicting several tokens (MTP).
 
-    MTP layers are apart: no learner here trains them. Of their tensors those are counted that the model does not share
-    with them. `adapters`: of every decoder layer; empty where the weights themselves train.
+    MTP layers are apart: no learner here trains them. Only tensors that they do not share with the model are
+    counted. `adapters`: of every decoder layer; empty where the weights themselves train.
     """
 
     layers: tuple[tuple[Part, ...], ...]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +27,19 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
+from moe_trm.models.registry import MOE_FAMILIES
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, TinyShape, character_tokenizer, save, tiny_model
+from moe_trm.models.tiny.families import tiny_family
 from moe_trm.quickstart.share import BatchShare, forked
 from moe_trm.tasks.arithmetic import held_out_problems
 from moe_trm.tasks.problems import ArithmeticProblem, draw
 
-if TYPE_CHECKING:
-    from transformers import Qwen3MoeForCausalLM
-
 _IGNORED = -100
+_SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "initializer_range": 0.02,
+}  # fmt: skip
+"""Of a start of another family: those of the quickstart's model."""
 
 
 class WarmupError(MoeTrmError):
@@ -96,15 +100,20 @@ class WarmupReport:
 
 
 class Warmup:
-    """One model, the tiny one or of another shape, on its way from random weights to the quickstart's start."""
+    """One model, the tiny one or another, on its way from random weights to the quickstart's start."""
 
     def __init__(
-        self, seed: int, recipe: WarmupRecipe, share: BatchShare | None = None, shape: TinyShape | None = None
+        self,
+        seed: int,
+        recipe: WarmupRecipe,
+        share: BatchShare | None = None,
+        shape: TinyShape | None = None,
+        family: str = "qwen3_moe",
     ) -> None:
         self.recipe, self.seed, self._share = recipe, seed, share or BatchShare()
         self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
         self._id_of: dict[str, int] = self.tokenizer.get_vocab()
-        self.model: Qwen3MoeForCausalLM = tiny_model(seed, shape)
+        self.model: Any = tiny_model(seed, shape) if family == "qwen3_moe" else tiny_family(family, seed, **_SIZES)
         self.model.set_experts_implementation("grouped_mm")
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -288,13 +297,17 @@ class Warmup:
 
 
 def warm_up(
-    folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None, share: BatchShare | None = None
+    folder: Path,
+    seed: int = 0,
+    recipe: WarmupRecipe | None = None,
+    share: BatchShare | None = None,
+    family: str = "qwen3_moe",
 ) -> WarmupReport:
-    """Make the quickstart's start in `folder`: a checkpoint, and its report `warmup.json`.
+    """Make the quickstart's start in `folder`: a checkpoint of `family`, and its report `warmup.json`.
 
     `share`: the part of this process, all of which call this; the first one writes. Raises `WarmupError`.
     """
-    warmup = Warmup(seed, recipe or WarmupRecipe(), share)
+    warmup = Warmup(seed, recipe or WarmupRecipe(), share, family=family)
     report = warmup.run()
     if share is not None and share.rank:
         return report
@@ -313,10 +326,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seeds weights and data (default: 0)")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="that share each batch")
+    parser.add_argument("--family", default="qwen3_moe", choices=MOE_FAMILIES, help="of models (default: qwen3_moe)")
+    parser.add_argument("--cpu-seconds", type=float, default=WarmupRecipe.max_cpu_seconds, help="that it may take")
     args = parser.parse_args(argv)
     share = forked(args.processes)
     try:
-        warm_up(args.out, args.seed, share=share)
+        warm_up(args.out, args.seed, WarmupRecipe(max_cpu_seconds=args.cpu_seconds), share, args.family)
     except MoeTrmError as error:
         if not share.rank:
             print(f"error: {error}", file=sys.stderr)

@@ -50,7 +50,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Two-sided p of the exact paired permutation test: each difference might as well have the other sign.
 
-    Of `n` differences it is never below `2 / 2^n`: 0.25 for three. Source: Fisher 1935.
+    With `n` differences it is never below `2 / 2^n`: 0.25 for three. Source: Fisher 1935.
     """
     num, seen = len(differences), abs(math.fsum(differences))
     signs: Sequence[Sequence[int]]

@@ -29,12 +29,12 @@ class Scale:
 
 
 def step_scale(first: int, last: int, start: float, end: float) -> Scale:
-    """Of training steps; a single step stands in the middle."""
+    """The scale of training steps; a single step stands in the middle."""
     return Scale(first - 0.5, last + 0.5, start, end) if first == last else Scale(first, last, start, end)
 
 
 def value_scale(values: Iterable[float], start: float, end: float, *, log: bool = False, floor: bool = False) -> Scale:
-    """Of finite values with some air around them; `floor` begins at 0. A logarithmic one sees only values above 0."""
+    """The scale of finite values, with a margin; `floor` begins at 0. A logarithmic one sees only values above 0."""
     seen = [value for value in values if value > 0 or not log]
     low, high = (min(seen), max(seen)) if seen else (0.1, 1.0)
     if log:

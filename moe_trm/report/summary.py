@@ -125,7 +125,7 @@ class Saying:
 
 
 def sayings(run: Run) -> list[Saying]:
-    """The verdicts of a run, each time it was another one than before."""
+    """The verdicts of a run, one for each change."""
     changes, said = VerdictChanges(), []
     for row in run.rows:
         if changes.of(row):

@@ -28,7 +28,7 @@ from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.servers.seeds import Seeds
 from moe_trm.rollout.servers.served_model import ServedModel
-from moe_trm.rollout.servers.use_proof import UseProof, bounds_of
+from moe_trm.rollout.servers.use_proof import Bounds, UseProof, bounds_of
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
@@ -75,7 +75,8 @@ class ServerEngine:
                 self._run,
             )
         )
-        self._use = UseProof(self._backend, bounds_of(server.dtype, config.learner.dtype))
+        bounds = Bounds(0.0, 0.0) if config.exact else bounds_of(server.dtype, config.learner.dtype)
+        self._use = UseProof(self._backend, bounds)
         self._verify, self._patience_s = config.sync.verify, (server.startup_timeout_s, server.wait_s)
 
         def connect(url: str) -> EngineHttp:
@@ -99,7 +100,8 @@ class ServerEngine:
         self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
-        self._seeds = Seeds(config.seed if server.deterministic else None)
+        repeats = server.deterministic or (config.exact and server.device == "cuda")
+        self._seeds = Seeds(config.seed if repeats else None)
 
     def write_text(self, checkpoint: str) -> None:
         """Let intake processes decode samples, with the tokenizer of this folder. Before `start`."""

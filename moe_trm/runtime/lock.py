@@ -1,4 +1,4 @@
-"""Locks that the kernel holds: one process at a time works in a folder, and nobody is locked out by a dead one.
+"""Locks that the kernel holds: one process at a time works in a folder, and a dead process locks no other out.
 
 A lock is a `flock` on a file, which ends with its process, however that ends. The file tells others who holds it.
 """
@@ -67,7 +67,7 @@ def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "")
 
 
 def holder_of(path: Path) -> Holder | None:
-    """The process that holds the lock `path` now; None where nobody does, or nobody can know."""
+    """The process that holds the lock `path` now; None where no process does, or where that cannot be known."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

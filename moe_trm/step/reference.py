@@ -123,7 +123,7 @@ class Reference:
 
 
 def _checked(batch: TokenBatch) -> TokenBatch:
-    """A batch of padding has no sample, and so nobody's log-probs."""
+    """A batch of padding has no sample, and so no log-probs."""
     if batch.reference_logprobs is None and not batch.mask.any():
         return replace(batch, reference_logprobs=torch.zeros_like(batch.rollout_logprobs))
     if batch.reference_logprobs is None:

@@ -43,7 +43,7 @@ class _Loss:
         settings: our keys by verl's.
         parameters: names in `loss.parameters` by verl's keys.
         aggregation: the one that verl uses whatever `loss_agg_mode` says; empty where it is heard.
-        ratio: in `loss.parameters`, where verl's loss reads another one than ours.
+        ratio: in `loss.parameters`, where verl's loss reads another ratio than ours.
     """
 
     name: str

@@ -95,13 +95,13 @@ def texts_of(checkpoint: Path) -> tuple[ScoredText, ...]:
 
 
 def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
-    """Log-probs within 1e-4, masks and routes of Hugging Face's forward over the same tokens.
+    """Log-probs within 1e-4, masks and covered routes of Hugging Face's forward over the same tokens.
 
     An id whose place is decided by less than `ROUNDING` may be on either side: two engines add in another order.
     """
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         output = model(torch.tensor(record.tokens[None].astype(np.int64)), output_router_logits=True)
     places = np.flatnonzero(record.sampled)
@@ -122,4 +122,4 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
     scores = np.stack([layer.float().numpy() for layer in output.router_logits], 1)[:-1][-record.routes.num_rows :]
     ranked, best = -np.sort(-scores, -1), np.argsort(-scores, -1)[..., :2]
     same = (np.sort(record.routes.experts, -1) == np.sort(best, -1)).all(-1)
-    assert (same | (ranked[..., 1] - ranked[..., 2] < ROUNDING)).all()
+    assert (same | (ranked[..., 1] - ranked[..., 2] < ROUNDING) | ~record.routes.coverage()[:, None]).all()

@@ -56,9 +56,9 @@ def one(): return 1
 @triton.autotune(configs=[triton.Config({}, num_warps=4)], key=['n'])
 def two(): return 2
 print(one(), two(), triton.cdiv(7, 2), triton.next_power_of_2(5), tl.constexpr(3).value, \
-sgl_kernel.__file__.rpartition('/')[2])
+sgl_kernel.__file__.split('/')[-2])
 """
-    assert python(code, enabled=True) == "1 2 4 8 3 sgl_kernel_stub.py"
+    assert python(code, enabled=True) == "1 2 4 8 3 sgl_kernel_stub"
 
 
 @pytest.mark.parametrize("name", ["triton", "sgl_kernel"])
@@ -163,19 +163,19 @@ def test_attention_with_sinks_is_the_softmax_over_keys_and_one_logit_more(num_qu
 
 
 def test_norms_over_all_heads_are_those_of_minimax_m2_and_of_one_process_only() -> None:
-    from moe_trm_sglang_cpu.whole_norms import around
+    from moe_trm_sglang_cpu.elementwise import over_all_heads
 
     q, k = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)
     weights = torch.rand(8).bfloat16(), torch.rand(4).bfloat16()
     norms = SimpleNamespace(
         _world_size=1, _eps=1e-5, _q_norm=SimpleNamespace(weight=weights[0]), _k_norm=SimpleNamespace(weight=weights[1])
     )
-    for got, x, weight in zip(around(lambda *_: None, norms, q, k), (q, k), weights, strict=True):
+    for got, x, weight in zip(over_all_heads(lambda *_: None, norms, q, k), (q, k), weights, strict=True):
         wide = x.double()
         expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
         torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=0)
     norms._world_size = 2
-    assert around(lambda *_: "its own", norms, q, k) == "its own"
+    assert over_all_heads(lambda *_: "its own", norms, q, k) == "its own"
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +204,13 @@ from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
 norm = SimpleNamespace(weight=torch.ones(2), variance_epsilon=0.0, attn_tp_size=1)
 q, k = MiniMaxM2QKRMSNorm(norm, norm).forward(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]]))
 print((q * 12.5**0.5).round().tolist(), (k * 2**0.5).round().tolist())
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.srt.models.qwen2_moe import fused_gate_sigmoid_mul_add
+norm = FusedRMSNormGated(2, eps=0.0, dtype=torch.float32)
+norm.weight.data = torch.tensor([1.0, 2.0])
+x, gate, ones = torch.tensor([[3.0, 4.0]]), torch.tensor([[50.0, -50.0]]), torch.ones(1, 2)
+fused_gate_sigmoid_mul_add(x, torch.tensor([0.0, 0.0]), 2 * x, ones)
+print((norm(x, gate) * 12.5**0.5).round().abs().tolist(), ones.tolist())
 """
     return python(code, enabled=True).splitlines()
 
@@ -214,3 +221,60 @@ def test_latent_attention_reads_the_latents_unless_sglang_knows_better(activated
 
 def test_sglang_norms_minimax_m2_over_all_heads_without_triton(activated: list[str]) -> None:
     assert activated[3] == "[[3.0, 4.0]] [[0.0, 2.0]]"
+
+
+def test_the_gates_of_qwen3_next_without_triton(activated: list[str]) -> None:
+    assert activated[4] == "[[150.0, 0.0]] [[4.0, 5.0]]"
+
+
+def test_the_gated_delta_rule_of_the_stand_in_is_that_of_transformers() -> None:
+    """Three requests in one pass, each from a state of its own; decoding gives the same as a prefill."""
+    code = """
+import torch
+from sgl_kernel.mamba import causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as reference
+torch.manual_seed(0)
+lengths, heads, groups, width = [5, 70, 1], 2, 4, 8
+total, rows = sum(lengths), torch.tensor([4, 1, 2], dtype=torch.int32)
+start = torch.tensor([0, 5, 75, 76], dtype=torch.int32)
+q, k, v = torch.randn(1, total, heads, 16), torch.randn(1, total, heads, 16), torch.randn(1, total, groups, width)
+log, bias, a, b = torch.rand(groups), torch.randn(groups), torch.randn(total, groups), torch.randn(total, groups)
+left, rate = torch.ops.sgl_kernel.fused_gdn_gating_cpu(log, a, b, bias)
+pool = torch.randn(6, groups, width, 16)
+before, own = pool.clone(), pool.clone()
+options = dict(cu_seqlens=start, head_first=False, use_qk_l2norm_in_kernel=True, initial_state_indices=rows)
+out = chunk_gated_delta_rule_cpu(q, k, v, left, rate, initial_state=pool, **options)[0]
+for row, begin, end in zip(rows.tolist(), start.tolist(), start[1:].tolist()):
+    wide = [x[:, begin:end].repeat_interleave(2, 2) for x in (q, k)]
+    rest = [x[:, begin:end] for x in (v, left, rate)]
+    expected, state = reference(*wide, *rest, initial_state=before[row][None].mT, output_final_state=True,
+                                use_qk_l2norm_in_kernel=True)
+    torch.testing.assert_close(out[:, begin:end], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(pool[row], state[0].mT, rtol=0, atol=1e-5)
+assert torch.equal(pool[[0, 3, 5]], before[[0, 3, 5]])
+for step in range(5, 75):  # the second request token by token
+    one = slice(step, step + 1)
+    got = torch.ops.sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log=log, dt_bias=bias, q=q[:, one], k=k[:, one], v=v[:, one], a=a[one], b=b[one], initial_state_source=own,
+        initial_state_indices=rows[1:2], cu_seqlens=torch.tensor([0, 1]), use_qk_l2norm_in_kernel=True,
+        softplus_beta=1.0, softplus_threshold=20.0)
+    torch.testing.assert_close(got, out[:, one], rtol=0, atol=1e-5)
+torch.testing.assert_close(own[1], pool[1], rtol=0, atol=1e-5)
+
+x, weight, kept = torch.randn(6, total), torch.randn(6, 4), torch.randn(6, 6, 3)
+held, fresh = kept.clone(), torch.tensor([False, True, True])
+got = causal_conv1d_fn_cpu(x, weight, None, activation="silu", conv_states=kept, has_initial_state=fresh,
+                           cache_indices=rows, query_start_loc=start, seq_lens_cpu=lengths)
+for number, (row, begin, end) in enumerate(zip(rows.tolist(), start.tolist(), start[1:].tolist())):
+    seen = torch.cat([held[row] * fresh[number], x[:, begin:end]], 1)
+    expected = torch.stack([(seen[:, i:i + 4] * weight).sum(1) for i in range(end - begin)], 1)
+    torch.testing.assert_close(got[:, begin:end], torch.nn.functional.silu(expected), rtol=0, atol=1e-5)
+    assert torch.equal(kept[row], seen[:, -3:])
+again = held.clone()
+for step in range(5, 75):
+    one = causal_conv1d_update_cpu(x[:, step][None], again, weight, None, "silu", conv_state_indices=rows[1:2])
+    torch.testing.assert_close(one[0], got[:, step], rtol=0, atol=1e-5)
+assert torch.equal(again[1], kept[1])
+print("the same")
+"""
+    assert python(code, enabled=True) == "the same"

@@ -104,6 +104,10 @@ class Config(Section):
     """Folder that holds the run folders; relative to the working directory."""
     seed: Count = 0
     """Seeds data order, minibatch order and every learner rank."""
+    exact: bool = False
+    """Rollout and learner compute alike to the last bit, and every step proves it before it trains: the log-probs of
+    all sampled tokens, and all routes. The first token that differs stops the run, with the layer and operation in
+    which the engines differ. Slower (docs/precision.md)."""
     model: ModelConfig
     """The checkpoint."""
     task: TaskConfig = TaskConfig()

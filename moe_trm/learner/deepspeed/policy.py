@@ -43,7 +43,7 @@ class HfPolicy(nn.Module):
     def forward(self, input_ids: Tensor, scoring: Scoring, layout: AnyLayout) -> Tensor:
         """`[B, R]` right-padded tokens -> `[P, B, R]` scores. Causal attention alone keeps the padding out.
 
-        Of a pack, `[1, T]` tokens -> `[P, 1, T]`; its sequences are kept apart by `packed.attention`.
+        A pack of `[1, T]` tokens gives `[P, 1, T]`; its sequences are kept apart by `packed.attention`.
         """
         pack: dict[str, Any] = {}
         if isinstance(layout, PackedLayout):

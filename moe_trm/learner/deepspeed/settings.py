@@ -11,7 +11,7 @@ from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
 from moe_trm.learner.lora.targets import check_lora
 from moe_trm.models.hf_config import num_experts
-from moe_trm.models.registry import FAMILIES, find_family
+from moe_trm.models.registry import FAMILIES, find_family, refuse_unsupported
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -24,7 +24,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         hf_config: config.json of the checkpoint.
 
     Raises:
-        CheckpointError: logits that are more than `W h`, or layers that transformers drops.
+        CheckpointError: logits that are more than `W h`, or a model that no learner trains rightly now.
         ConfigError: replay of a dense model, packs of a model that is not known to keep them apart, or no DeepSpeed.
     """
     if find_spec("deepspeed") is None:
@@ -36,6 +36,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             fix="pip install 'moe-trm[deepspeed]', or set learner.backend=megatron.",
         )
     where = f"{config.model.checkpoint}/config.json"
+    refuse_unsupported(hf_config, where)
     for key in _LOGIT_CHANGES:
         if hf_config.get(key) not in (None, 1, 1.0):
             raise CheckpointError(

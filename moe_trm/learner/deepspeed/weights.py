@@ -18,7 +18,7 @@ _MOST = 2
 
 
 class Merging(Protocol):
-    """Of `learner.deepspeed.lora`: finds the adapter of a parameter."""
+    """Finds the adapter of a parameter; `learner.deepspeed.lora` has one."""
 
     def of(self, name: str) -> Adapter | None: ...
 

@@ -19,7 +19,7 @@ from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.lora.base import Identity, base_checksum
 from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
-from moe_trm.learner.megatron import cpu_shim, fp8, layout
+from moe_trm.learner.megatron import cpu_shim, exact, fp8, layout
 from moe_trm.learner.megatron.export import OwnedTensors
 from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
@@ -60,7 +60,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         check_packed(layers, hf)
     device = _start_process_group()
     _start_parallel_groups(config.learner.parallel, config.seed)
-    model_config = transformer_config(hf, config.learner, layers)
+    model_config = transformer_config(hf, config.learner, layers, exact=config.exact)
+    if config.exact:
+        exact.install(device)
     chunks = [chunk.to(device) for chunk in build_model(hf, model_config, layers)]
     load_weights(chunks, checkpoint, hf)
     freeze(chunks, config.learner)
@@ -125,6 +127,7 @@ def _layer_noise(
 def close_learner() -> None:
     """Tear the process groups down; the learner is unusable afterwards."""
     parallel_state.destroy_model_parallel()
+    exact.remove()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from moe_trm.learner.megatron.cpu_attention import CausalAttention
 from moe_trm.learner.megatron.cpu_experts import GroupedExperts
+from moe_trm.learner.megatron.exact import FixedAttention
 from moe_trm.learner.megatron.sink_attention import CausalSinkAttention
 
 
@@ -54,7 +55,10 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     if num_experts:
         spec.submodules.mlp.submodules.experts.module = GroupedExperts
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = CausalSinkAttention if config.softmax_type == "learnable" else CausalAttention
+    if config.batch_invariant_mode:
+        attention.core_attention = FixedAttention
+    else:
+        attention.core_attention = CausalSinkAttention if config.softmax_type == "learnable" else CausalAttention
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:

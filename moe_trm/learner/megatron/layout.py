@@ -13,7 +13,7 @@ from moe_trm.learner.megatron.fp8 import check_shapes
 from moe_trm.learner.megatron.stages import stages
 from moe_trm.models.family import Family
 from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
-from moe_trm.models.registry import family_of
+from moe_trm.models.registry import FAMILIES, family_of
 
 
 def check_layout(
@@ -82,6 +82,14 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             )
     _check_groups(where, hf_config)
     _check_single_expert(where, family, hf_config)
+    if config.exact and not family.exact:
+        raise ConfigError(
+            "this model has not been made to compute alike in both engines",
+            where="config key exact",
+            got=f"true with {family.architecture}",
+            expected=" or ".join(sorted(each.architecture for each in FAMILIES.values() if each.exact)),
+            fix="Set exact=false. rollout.server.dtype=float32 leaves the least rounding.",
+        )
     if family.whole_qk_norms and config.learner.parallel.tensor > 1:
         raise ConfigError(
             f"{family.name} norms the queries of all heads together, and the keys: tensor-parallel ranks hold some "

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -32,12 +33,14 @@ from moe_trm.models.registry import family_of
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: Layers) -> TransformerConfig:
+def transformer_config(
+    hf: Mapping[str, Any], learner: LearnerConfig, layers: Layers, *, exact: bool = False
+) -> TransformerConfig:
     """Megatron's configuration of the model that `config.json` (`hf`) describes.
 
     What differs between families is in `moe_trm.models`: for instance, gate weights that are normalised are Megatron's
     softmax after top-k. The router computes in float32 and has no auxiliary loss: in RL a load-balancing gradient would
-    fight the replayed routes.
+    fight the replayed routes. `exact`: Megatron's batch-invariant mode, which it has for its flash attention alone.
     """
     moe = moe_layers(hf)
     dtype: torch.dtype = getattr(torch, learner.dtype)
@@ -103,6 +106,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         **experts,
         **family,
         **_recompute(learner.recompute),
+        **({"batch_invariant_mode": True, "attention_backend": AttnBackend.flash} if exact else {}),
         **fp8.options(learner),
     )
     for name, value in family_of(hf, "config.json").yarn(hf).items():

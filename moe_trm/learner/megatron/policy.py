@@ -54,7 +54,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel:
             # Every rank gets the whole gradient of the hidden states and keeps its slice.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels, self._vocabulary)
+        whole = self.config.batch_invariant_mode
+        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels, self._vocabulary, whole=whole)
 
 
 def _own_vocabulary(real_size: int, padded_size: int) -> Vocabulary:

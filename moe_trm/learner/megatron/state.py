@@ -228,7 +228,7 @@ def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
 
 
 def _on_host(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[Tensor, torch.optim.Optimizer]]:
-    """Of an offloaded optimizer: the float32 tensor updated for one in Megatron's groups, and what updates it."""
+    """The float32 tensor that an offloaded optimizer updates for each in Megatron's groups, and what updates it."""
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return {}
     owners = {

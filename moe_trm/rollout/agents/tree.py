@@ -162,7 +162,7 @@ class SessionTree:
     def _deepest(self, messages: tuple[Message, ...]) -> Node | None:
         """The node with the longest conversation that `messages` begin with.
 
-        Of equal ones it is the newest that nothing continues yet.
+        Among equal ones it is the newest that nothing continues yet.
         """
         found = [
             (len(node.context.messages), -node.children, number, node)

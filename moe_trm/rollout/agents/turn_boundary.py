@@ -58,8 +58,8 @@ def find_boundary(answer: TextAnswer, tail: str, closing: str | None, read: Read
     Args:
         answer: as it was sampled.
         tail: the template's text from the beginning of the answer on.
-        closing: the template's text between an answer and the next message; None where that is another one than behind
-            the last answer.
+        closing: the template's text between an answer and the next message; None where the text
+            behind the last answer differs.
         read: tells whether the template's form of the answer is the same message.
     """
     rest = tail.removeprefix(answer.body)

@@ -84,7 +84,7 @@ class UseProof:
         return bool(self._texts) and (self._due or new)
 
     def metrics(self) -> dict[str, float]:
-        """`weights/decode_gap`, `weights/learner_gap`: nats a token; `weights/proof_s`: seconds. Of the last proof."""
+        """The last proof: `weights/decode_gap`, `weights/learner_gap` in nats a token, `weights/proof_s` in seconds."""
         found = {
             "weights/decode_gap": self.decode_gap,
             "weights/learner_gap": self.learner_gap,
@@ -97,7 +97,7 @@ class UseProof:
 
         Args:
             http: the server, which has the weights.
-            again: gives them to it once more; None: nobody can.
+            again: gives them to it once more; None: that is not possible.
 
         Raises:
             ServerUnfit: they do not agree, even after that.

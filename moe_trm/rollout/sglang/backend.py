@@ -20,6 +20,7 @@ from moe_trm.rollout.sglang.hidden_states import FLAG, read_states
 from moe_trm.rollout.sglang.launch import launched
 from moe_trm.rollout.sglang.served_differences import (
     check_epsilons,
+    check_intervals,
     check_layers,
     check_options,
     check_states,
@@ -38,11 +39,12 @@ class SglangBackend(SglangAnswers, ServerBackend):
     launch = staticmethod(launched)
 
     def check(self, config: Config) -> None:
-        """See `check_quantised`, `check_states`, `check_layers`, `check_options` and `check_epsilons`."""
+        """See `check_quantised` of `start_folder`, and each `check_*` of `served_differences`."""
         hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
         refuse_together(
             lambda: check_quantised(config.rollout, config.model),
             lambda: check_states(hf, where),
+            lambda: check_intervals(hf, where),
             lambda: check_layers(hf, where),
             lambda: check_options(hf, where),
             lambda: check_epsilons(hf, where),

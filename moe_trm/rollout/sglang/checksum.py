@@ -43,8 +43,14 @@ _LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
 Else they are `q_proj`, and each is a tensor of its own.
 """
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
-_HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32"}
-"""The engine's dtype of gpt-oss's tensors that do not follow `--dtype`, by the end of their names."""
+_SHARED_GATE = ".mlp.shared_expert_gate.weight"
+"""What models with the gated delta rule have in every layer, and the other families not."""
+_DELTA = re.compile(r"(.*\.linear_attn)\.in_proj_(qkv|z|b|a)\.weight")
+"""Qwen3.5: projections into the gated delta rule that Qwen3-Next has in two tensors, as the engine holds them."""
+_HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32", "A_log": "float32"}
+"""The engine's dtype of tensors that do not follow `--dtype`, by the end of their names: gpt-oss's, and decays."""
+_OFFSET = re.compile(r"(.*(layernorm|[qk]_norm|model\.norm))\.weight")
+"""Norms of models with the gated delta rule, whose weights are offsets from 1: the engine holds the sum, too."""
 _GATE = re.compile(r"(.*\.block_sparse_moe)\.gate\.weight")
 """Of Mixtral, and of MiniMax-M2, which has a selection bias beside it and is held in float32."""
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
@@ -56,6 +62,12 @@ def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int
     >>> engine_place("model.layers.0.mlp.experts.3.up_proj.weight")
     ('model.layers.0.mlp.experts.w13_weight', (3, 1))
     """
+    if (layer := name.partition(".self_attn.")[0]) != name and f"{layer}{_SHARED_GATE}" in pushed:
+        # Models with the gated delta rule have no module between a layer and its attention.
+        place, part = engine_place(name)
+        return place.replace(".self_attn", ""), part
+    if match := _DELTA.fullmatch(name):
+        return f"{match[1]}.in_proj_{'qkvz' if match[2] in ('qkv', 'z') else 'ba'}.weight", (0, int(match[2] in "za"))
     if (match := _ATTENTION.fullmatch(name)) and f"{match[1]}.kv_a_proj_with_mqa.weight" not in pushed:
         return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
     if match := _EXPERT.fullmatch(name):
@@ -82,6 +94,8 @@ class Layout(NamedTuple):
     """Of each engine tensor two dtypes: that of the push, and the one in which the engine stores it."""
     as_is: Mapping[str, torch.dtype | None]
     """The dtype in which the engine hashes the bytes of the parts as they are pushed; None: in no dtype."""
+    sums: Mapping[str, str]
+    """The engine's tensor of 1 + weight, by that of the weight."""
 
 
 @lru_cache(maxsize=4)
@@ -92,8 +106,11 @@ def layout_of(names: frozenset[str], dtype: str) -> Layout:
     for name in sorted(names, key=places.__getitem__):
         parts.setdefault(places[name][0], []).append(name)
     dtypes = {fused: _dtypes(fused, dtype, names) for fused in parts}
-    as_is = {fused: _kept_dtype(fused, own, *dtypes[fused]) for fused, own in parts.items()}
-    return Layout({name: fused for name, (fused, _) in places.items()}, parts, dtypes, as_is)
+    sums = {}
+    if any(name.endswith(_SHARED_GATE) for name in names):
+        sums = {fused: f"{match[1]}.gemma_weight" for fused in parts if (match := _OFFSET.fullmatch(fused))}
+    as_is = {fused: None if fused in sums else _kept_dtype(fused, own, *dtypes[fused]) for fused, own in parts.items()}
+    return Layout({name: fused for name, (fused, _) in places.items()}, parts, dtypes, as_is, sums)
 
 
 def _dtypes(fused: str, engine_dtype: str, pushed: Container[str]) -> tuple[torch.dtype, torch.dtype]:
@@ -128,9 +145,10 @@ class EngineChecksums:
     """
 
     def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
-        self._tensor_of, self._order, self._dtypes, self._as_is = layout_of(frozenset(names), dtype)
+        self._tensor_of, self._order, self._dtypes, self._as_is, self._sums = layout_of(frozenset(names), dtype)
         self._hashers: dict[str, Hasher] = {
-            fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
+            fused: GpuTensorHash() if device == "cuda" else hashlib.sha256()
+            for fused in (*self._order, *self._sums.values())
         }
         self._taken = dict.fromkeys(self._order, 0)
         self._held: dict[str, Tensor] = {}
@@ -177,6 +195,8 @@ class EngineChecksums:
         hasher = self._hashers[fused]
         dtype, held = self._dtypes[fused]
         hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
+        if fused in self._sums:
+            self._hashers[self._sums[fused]].update(tensor_bytes(tensor.to(dtype).to(held) + 1))
         if fused in _VOCAB:
             padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE
             hasher.update(bytes(padding_rows * tensor.shape[1] * dtype.itemsize))

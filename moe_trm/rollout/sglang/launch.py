@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from moe_trm.models.registry import find_family
 from moe_trm.rollout.servers.backend import Launch
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.sglang.environment import child_environment
+from moe_trm.rollout.sglang.served_differences import config_overrides
 from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
 from moe_trm.runtime.addresses import is_loopback
 from moe_trm.runtime.private import write_private
@@ -29,7 +31,7 @@ GRACE_S = 3.0
 def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
     """See `ServerBackend.launch`."""
     settings, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
-    served = folder_to_serve(checkpoint, folder)
+    served = folder_to_serve(checkpoint, folder, settings.dtype)
     # A file only this user can read: arguments are visible to everyone on the machine.
     secret = folder / "api-key.yaml"
     write_private(secret, f'api-key: "{api_key}"\n'.encode())
@@ -37,7 +39,8 @@ def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[
     command += RANDOM_WEIGHTS if served != checkpoint or settings.random_weights else ()
     cpu = on_cpu(settings)
     alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
-    environment = child_environment(os.environ, cpu, folder, alone=alone)
+    dtype, exact = settings.dtype, config.exact
+    environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=dtype, exact=exact)
     try:
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
         yield Launch(command, environment, 0.0 if cpu else GRACE_S, LOAD_FILES)
@@ -70,9 +73,13 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         # A line for every answer takes the server longer than to read its request.
         "--log-level-http": "warning",
     }
+    hf = read_hf_config(checkpoint)
+    if overrides := config_overrides(hf):
+        options["--json-model-override-args"] = json.dumps(overrides)
     flags = ["--enable-return-routed-experts"]
     flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
-    flags += ["--enable-deterministic-inference"] if settings.deterministic else []
+    repeats = settings.deterministic or (config.exact and not on_cpu(settings))
+    flags += ["--enable-deterministic-inference"] if repeats else []
     if on_cpu(settings):
         options |= {
             "--device": "cpu",
@@ -83,11 +90,16 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             # The KV cache is sized by --max-total-tokens; this fraction only has to leave room for it.
             "--mem-fraction-static": 0.1,
         }
-        if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
+        family = find_family(hf)
+        if family is not None and family.sinks:
             # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu,
             # which wants one cache for all layers.
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
+        if family is not None and "gated delta" in family.attention_kinds(hf):
+            # A row for each running request, one while it is prefilled and two that the prefix cache keeps. The default
+            # is a share of the machine's memory.
+            options["--max-mamba-cache-size"] = 4 * settings.max_running_requests
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
         # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
         flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]

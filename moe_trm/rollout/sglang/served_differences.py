@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import LATENT_EPSILON
-from moe_trm.models.family import HfConfig
+from moe_trm.models.family import Family, HfConfig
 from moe_trm.models.hf_config import LAYER_KEYS, head_dim, moe_layers, rotary_share
 from moe_trm.models.registry import find_family
 
@@ -34,25 +34,61 @@ _SAID = MappingProxyType({"scoring_func": "sigmoid", "use_qk_norm": True, "use_r
 """What MiniMax-M2 has in transformers whatever config.json says, and in SGLang where it says so."""
 HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
+_INTERVAL = "full_attention_interval"
 _EVERY_NORM = 1e-5
 """SGLang's epsilon in every norm of OLMoE."""
 
 
 def check_states(hf: HfConfig, where: str) -> None:
-    """Refuse a model with the gated delta rule: what SGLang holds of it was never compared with a push.
+    """Refuse Qwen3.5: what SGLang holds of it was never compared with a push.
 
     Raises:
-        CheckpointError: a layer has the gated delta rule.
+        CheckpointError: it is one.
     """
-    family = find_family(hf)
-    if family is not None and "gated delta" in family.attention_kinds(hf):
+    if hf.get("architectures") == ["Qwen3_5MoeForCausalLM"]:
         raise CheckpointError(
-            "the gated delta rule is not served yet",
-            where=f"{where}, layer_types",
-            got=f"{family.architecture}, whose kernels need CUDA; no push was ever proved",
+            "this model is not served yet",
+            where=f"{where}, architectures",
+            got="Qwen3_5MoeForCausalLM, which SGLang 0.5.23 serves on CUDA only; no push was ever proved",
             expected="a family that docs/models.md has for SGLang",
             fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
         )
+
+
+def config_overrides(hf: HfConfig) -> dict[str, int]:
+    """Keys that SGLang needs in config.json and transformers does not write: every how many layers attention is full.
+
+    SGLang takes the layers between them for layers with the gated delta rule. Empty of other families.
+    """
+    family = find_family(hf)
+    if family is None or "gated delta" not in family.attention_kinds(hf) or _INTERVAL in hf:
+        return {}
+    return {_INTERVAL: 1 + _full_layers(family, hf)[0]} if _full_layers(family, hf) else {}
+
+
+def check_intervals(hf: HfConfig, where: str) -> None:
+    """Refuse layers with the gated delta rule elsewhere than between every so many layers with full attention.
+
+    Raises:
+        CheckpointError: SGLang would compute other layers with full attention than transformers.
+    """
+    family = find_family(hf)
+    if family is None or "gated delta" not in family.attention_kinds(hf):
+        return
+    every = int({**config_overrides(hf), **hf}.get(_INTERVAL, 0))
+    built = tuple(range(every - 1, int(hf["num_hidden_layers"]), every)) if every else ()
+    if not built or built != _full_layers(family, hf):
+        raise CheckpointError(
+            "SGLang 0.5.23 serves another model than this one: it knows no layer_types",
+            where=f"{where}, layer_types and {_INTERVAL}",
+            got=f"full attention in layers {_listed(_full_layers(family, hf))}",
+            expected=f"full attention in every n-th layer, {_listed(built)} with this {_INTERVAL}",
+            fix="Train this model with rollout.engine=bundle, or with an engine of your own.",
+        )
+
+
+def _full_layers(family: Family, hf: HfConfig) -> tuple[int, ...]:
+    return tuple(i for i in range(int(hf["num_hidden_layers"])) if family.attention(hf, i).kind == "full")
 
 
 def check_layers(hf: HfConfig, where: str) -> None:

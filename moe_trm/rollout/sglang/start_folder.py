@@ -4,6 +4,9 @@ A push consists of plain tensors. A server that holds FP8 or MXFP4 would copy th
 scales of the old weights, and on a CPU it does not start. So it starts from config.json without `quantization_config`
 and the tokenizer, with random weights of the right shapes (`--load-format dummy`). The first push, which every run
 makes before it samples, brings those of the checkpoint, dequantised by the learner.
+
+A model with the gated delta rule starts in the same way where config.json has another dtype than the server: SGLang
+would hold the weights of the rule's norm in that one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from moe_trm.config.schema import ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import library_config, read_hf_config
 from moe_trm.models.quantisation import quantisation_of
+from moe_trm.models.registry import find_family
 
 RANDOM_WEIGHTS = ("--load-format", "dummy")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
@@ -44,9 +48,16 @@ def check_quantised(rollout: RolloutConfig, model: ModelConfig) -> None:
     )
 
 
-def folder_to_serve(checkpoint: Path, beside: Path) -> Path:
-    """The checkpoint itself; or, where its weights are quantised, a folder in `beside` without weights."""
-    if has_plain_weights(checkpoint):
+def folder_to_serve(checkpoint: Path, beside: Path, dtype: str) -> Path:
+    """The checkpoint itself; or a folder in `beside` without weights, whose config.json is for plain ones.
+
+    The latter where the weights are quantised, or where the server would hold some of them in another than its `dtype`.
+    """
+    hf = read_hf_config(checkpoint)
+    family = find_family(hf)
+    held = hf.get("dtype") or hf.get("torch_dtype")
+    has_states = family is not None and "gated delta" in family.attention_kinds(hf)
+    if has_plain_weights(checkpoint) and (held == dtype or not has_states):
         return checkpoint
     folder = beside / "served-model"
     folder.mkdir()
@@ -54,5 +65,6 @@ def folder_to_serve(checkpoint: Path, beside: Path) -> Path:
     for path in checkpoint.iterdir():
         if path.is_file() and path not in weights and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
-    (folder / "config.json").write_text(json.dumps(library_config(read_hf_config(checkpoint)), indent=2))
+    config = {**library_config(hf), **({"dtype": dtype} if has_states else {})}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder

@@ -70,7 +70,7 @@ class VllmBackend(VllmAnswers, ServerBackend):
         yield Launch(command, environment, 0.0 if cpu else GRACE_S)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
-        """Of the last push; `none` before the first."""
+        """The label of the last push; `none` before the first."""
         content = await http.request("GET", WEIGHTS, timeout_s=timeout_s, attempts=1)
         told = parsed(content, http.url)
         if not isinstance(told, dict) or "version" not in told:

@@ -55,7 +55,7 @@ class SampledId(msgspec.Struct):
 
 
 class ListedLogprobs(msgspec.Struct):
-    """Of each sampled id."""
+    """The log-probs of the sampled ids."""
 
     content: list[SampledId] | None = None
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from moe_trm_sglang_cpu import torchvision_ops
 from moe_trm_sglang_cpu.inert_triton import InertTritonLoader
 
-STUB = Path(__file__).with_name("sgl_kernel_stub.py")
+STUB = Path(__file__).with_name("sgl_kernel_stub")
 
 
 class StandIns:
@@ -25,9 +25,8 @@ class StandIns:
         if real is not None:
             return real
         if name == "sgl_kernel":
-            # An empty search path makes it a package without submodules: `import sgl_kernel.x` fails as if it were
-            # absent.
-            return spec_from_file_location(name, STUB, submodule_search_locations=[])
+            # Submodules are the files of this folder: `import sgl_kernel.x` of another fails as if it were absent.
+            return spec_from_file_location(name, STUB / "__init__.py", submodule_search_locations=[str(STUB)])
         return ModuleSpec(name, InertTritonLoader(), is_package=True)
 
 

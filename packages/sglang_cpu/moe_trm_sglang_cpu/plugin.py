@@ -28,7 +28,7 @@ def activate() -> None:
         _register_allocator()
         _register_latent_attention()
         _register_sink_attention()
-        _register_whole_norms()
+        _register_elementwise()
 
 
 def without_cuda() -> bool:
@@ -77,15 +77,21 @@ def _register_sink_attention() -> None:
     register_attention_backend("triton")(_sink_attention)
 
 
-def _register_whole_norms() -> None:
-    """MiniMax-M2's norms of queries and keys, where the real triton is absent."""
+def _register_elementwise() -> None:
+    """MiniMax-M2's norms, the gated norm of the delta rule and the gate of Qwen's shared expert, without triton."""
     if not isinstance(import_module("triton"), InertModule):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moe_trm_sglang_cpu.whole_norms import around
+    from moe_trm_sglang_cpu.elementwise import gated, over_all_heads, shared_gate
 
-    HookRegistry.register("sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive", around, HookType.AROUND)
+    operators = "sglang.kernels.ops"
+    for target, around in {
+        "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive": over_all_heads,
+        f"{operators}.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": gated,
+        f"{operators}.elementwise.elementwise._launch_fused_gate_sigmoid_mul": shared_gate,
+    }.items():
+        HookRegistry.register(target, around, HookType.AROUND)
 
 
 def _sink_attention(runner: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +15,7 @@ from moe_trm.config.schema import Config
 from moe_trm.doctor.examine import without_weights
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import read_hf_config
+from tests.published_models import published_config
 
 ROOT = Path(__file__).parents[3]
 LARGE = [
@@ -20,6 +23,31 @@ LARGE = [
     ("qwen3_30b_a3b_4_nodes", "qwen3_30b_a3b", 24),
     ("glm_4_5_air", "glm_4_5_air", 32),
 ]
+
+HYBRID = [("qwen3_next_80b_a3b", "qwen3_next_80b_a3b", 8), ("qwen3_next_80b_a3b_4_nodes", "qwen3_next_80b_a3b", 24)]
+RELEASES = {
+    "Qwen3-Next-80B-A3B": (
+        {**published_config("qwen3_next_80b_a3b")},
+        {"deepspeed": "Qwen3NextForCausalLM accepted", "megatron": r"gated delta rule.*learner\.backend=deepspeed"},
+    ),
+    "Qwen3.5-35B-A3B": (
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {"num_experts": 256}},
+        dict.fromkeys(("deepspeed", "megatron"), r"images are not read here.*Qwen3_5MoeForCausalLM"),
+    ),
+    "MiniMax-M2": (
+        {**published_config("minimax_m2")},
+        dict.fromkeys(("deepspeed", "megatron"), "MiniMaxM2ForCausalLM accepted"),
+    ),
+    "DeepSeek-V3.2": (
+        {**published_config("deepseek_v3"), "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
+        dict.fromkeys(("deepspeed", "megatron"), "its indexer chooses.*nearest is DeepSeek-V3"),
+    ),
+    "GLM-5": (
+        {**published_config("glm_4_5"), "architectures": ["GlmMoeDsaForCausalLM"], "index_topk": 2048},
+        dict.fromkeys(("deepspeed", "megatron"), "its indexer chooses.*nearest is GLM-4-MoE"),
+    ),
+}
+"""What config.json says of a release as far as it is read, and what the doctor says of each learner."""
 
 
 def config_of(name: str, model: str, tmp_path: Path, *overrides: str) -> Config:
@@ -34,7 +62,7 @@ def test_the_layout_fits_the_model(name: str, model: str, ranks: int, tmp_path: 
     check_layout(config, version("megatron-core"), read_hf_config(tmp_path), world_size=ranks)
 
 
-@pytest.mark.parametrize(("name", "model", "ranks"), LARGE)
+@pytest.mark.parametrize(("name", "model", "ranks"), [*LARGE, *HYBRID])
 def test_the_doctor_judges_it_without_weights(name: str, model: str, ranks: int, tmp_path: Path) -> None:
     layout, weights = without_weights(config_of(name, model, tmp_path), ranks)
     assert (layout.name, layout.status) == ("layout", "ok")
@@ -47,3 +75,14 @@ def test_the_doctor_refuses_a_layout_without_weights(tmp_path: Path) -> None:
     layout, _ = without_weights(config, 7)
     assert layout.status == "fail"
     assert "128 experts" in layout.says
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_doctor_says_of_a_release_which_learner_trains_it(release: str, backend: str, tmp_path: Path) -> None:
+    hf, says = RELEASES[release]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    settings = {"model": {"checkpoint": str(tmp_path)}, "learner": {"backend": backend}}
+    layout, _ = without_weights(Config.model_validate(settings), 1)
+    assert re.search(says[backend], f"{layout.says} {layout.fix}", re.DOTALL), layout
+    assert layout.status == ("ok" if "accepted" in says[backend] else "fail")

@@ -19,6 +19,7 @@ from moe_trm.learner.hf_export import write_companions, write_files, write_index
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.tiny.families import make_family
 from moe_trm.rollout.sglang.start_folder import folder_to_serve
 from moe_trm.sync.rounding import Rounding
 from tests.published_models import published_config
@@ -321,13 +322,22 @@ def test_a_config_without_prediction_tensors_announces_none(gpt_oss: Path) -> No
 
 
 def test_a_server_starts_from_a_folder_without_weights(deepseek: Path, tmp_path: Path) -> None:
-    served = folder_to_serve(deepseek, tmp_path)
+    served = folder_to_serve(deepseek, tmp_path, "bfloat16")
     assert not list(served.glob("*.safetensors*"))
     hf = read_hf_config(served)
     assert "quantization_config" not in hf
     assert hf["num_nextn_predict_layers"] == 0
     assert (served / "tokenizer.json").read_bytes() == (deepseek / "tokenizer.json").read_bytes()
-    assert folder_to_serve(served, tmp_path / "other") == served
+    assert folder_to_serve(served, tmp_path / "other", "float32") == served
+
+
+def test_a_hybrid_starts_from_a_config_of_the_servers_dtype(tmp_path: Path) -> None:
+    """SGLang holds one norm in the dtype of config.json, and would round what is pushed."""
+    hybrid = make_family("qwen3_next", tmp_path / "hybrid")
+    assert folder_to_serve(hybrid, tmp_path, "float32") == hybrid
+    served = folder_to_serve(hybrid, tmp_path, "bfloat16")
+    assert not list(served.glob("*.safetensors*"))
+    assert read_hf_config(served) == {**read_hf_config(hybrid), "dtype": "bfloat16"}
 
 
 def test_kimi_k2_is_a_deepseek_v3_for_libraries() -> None:

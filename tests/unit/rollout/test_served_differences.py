@@ -20,9 +20,11 @@ from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.rollout.sglang.served_differences import (
     READ_KEYS,
     check_epsilons,
+    check_intervals,
     check_layers,
     check_options,
     check_states,
+    config_overrides,
     remark_on_epsilons,
 )
 from tests.published_models import published_config
@@ -136,11 +138,30 @@ def test_minimax_m2_without_what_sglang_must_be_told_is_refused(key: str, value:
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_states_that_no_push_was_compared_with_are_not_served(family: str) -> None:
+def test_a_model_that_no_push_was_compared_with_is_not_served(family: str) -> None:
+    if family == "qwen3_5_moe":
+        with pytest.raises(CheckpointError, match="is not served yet"):
+            check_states(hf_of(family), "config.json")
+    else:
+        check_states(hf_of(family), "config.json")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_hybrid_is_served_where_every_nth_layer_has_full_attention(family: str) -> None:
+    hf, kinds = hf_of(family), ["linear_attention", "full_attention"]
+    check_intervals(hf, "config.json")
     if family not in ("qwen3_next", "qwen3_5_moe"):
-        check_states(hf_of(family), "config.json")
+        assert config_overrides(hf) == {}
         return
-    with pytest.raises(CheckpointError, match="gated delta rule is not served yet"):
-        check_states(hf_of(family), "config.json")
-    full = {**hf_of(family), "layer_types": ["full_attention"] * 4}
-    check_states(full, "config.json")
+    assert config_overrides(hf) == {"full_attention_interval": 4}
+    assert config_overrides({**hf, "layer_types": kinds * 2}) == {"full_attention_interval": 2}
+    check_intervals({**hf, "layer_types": kinds * 2}, "config.json")
+    published = {**hf, "full_attention_interval": 4}
+    assert config_overrides(published) == {}
+    for other in (
+        {**hf, "layer_types": [kinds[0], kinds[1], kinds[1], kinds[0]]},
+        {**hf, "layer_types": kinds[:1] * 4},
+        {**published, "layer_types": kinds * 2},
+    ):
+        with pytest.raises(CheckpointError, match=r"(?s)serves another model.*full_attention_interval"):
+            check_intervals(other, "config.json")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
 import socket
@@ -267,15 +268,27 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert "--enable-return-routed-experts" in cuda
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
-    plain = {"A": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache"}
-    assert child_environment(plain, False, tmp_path, alone=False) == plain | {"TMPDIR": str(tmp_path)}
-    on_cpu = child_environment(plain, True, tmp_path, alone=False)
-    assert child_environment({}, False, tmp_path, alone=True)["GLOO_SOCKET_IFNAME"] == "lo"
+    plain = {"A": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    own = {"TMPDIR": str(tmp_path)}
+    assert child_environment(plain, False, tmp_path, alone=False, dtype="bfloat16") == plain | own
+    on_cpu = child_environment(plain, True, tmp_path, alone=False, dtype="bfloat16")
+    alone = child_environment({}, False, tmp_path, alone=True, dtype="float16")
+    assert (alone["GLOO_SOCKET_IFNAME"], alone["SGLANG_MAMBA_CONV_DTYPE"]) == ("lo", "float16")
     assert on_cpu["TORCHDYNAMO_DISABLE"] == on_cpu["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] == "1"
 
 
+def test_a_hybrid_gets_rows_for_its_states_and_the_interval_that_transformers_does_not_write(tmp_path: Path) -> None:
+    hf = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    pairs = dict(pairwise(launch_command(config(tmp_path), tmp_path, 7, "k.yaml")))
+    assert json.loads(pairs["--json-model-override-args"]) == {"full_attention_interval": 4}
+    assert int(pairs["--max-mamba-cache-size"]) == 4 * int(pairs["--max-running-requests"])
+    (tmp_path / "config.json").write_text(json.dumps({**hf, "full_attention_interval": 4}))
+    assert "--json-model-override-args" not in launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
+
+
 def test_attention_with_sinks_has_a_backend_of_its_own_on_a_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 2}')
     command = launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
     assert dict(pairwise(command))["--attention-backend"] == "triton"
     assert "--disable-hybrid-swa-memory" in command

@@ -73,3 +73,42 @@ def test_matrices_of_all_experts_in_one_tensor_are_hashed_as_the_engine_transpos
     low = EngineChecksums([f"{prefix}down_proj_bias"], "bfloat16")
     low.add(f"{prefix}down_proj_bias", numbers[0])
     assert low.result() == {f"{prefix}w2_weight_bias": sha(numbers[0].bfloat16().float())}
+
+
+def test_a_hybrid_has_attention_without_a_module_and_projections_in_two_tensors() -> None:
+    layer = "model.layers.3."
+    names = [f"{layer}self_attn.{name}.weight" for name in ("q_proj", "v_proj", "o_proj", "k_norm")]
+    pushed = {*names, f"{layer}mlp.shared_expert_gate.weight"}
+    expected = [("qkv_proj", (0, 0)), ("qkv_proj", (0, 2)), ("o_proj", (0, 0)), ("k_norm", (0, 0))]
+    assert [engine_place(name, pushed) for name in names] == [(f"{layer}{to}.weight", part) for to, part in expected]
+    assert engine_place(names[0], names)[0] == f"{layer}self_attn.qkv_proj.weight"
+    stem = "model.layers.0.linear_attn."
+    places = [engine_place(f"{stem}in_proj_{each}.weight") for each in ("qkv", "z", "b", "a", "qkvz", "ba")]
+    assert places == [
+        (f"{stem}in_proj_{to}.weight", (0, part))
+        for to, part in (("qkvz", 0), ("qkvz", 1), ("ba", 0), ("ba", 1), ("qkvz", 0), ("ba", 0))
+    ]
+
+
+def test_decays_are_held_in_float32() -> None:
+    name, values = "model.layers.0.linear_attn.A_log", torch.tensor([0.1, 0.2])
+    checksums = EngineChecksums([name], "bfloat16")
+    checksums.add(name, values)
+    assert checksums.result() == {name: sha(values.bfloat16().float())}
+
+
+def test_norms_of_a_hybrid_are_held_as_offsets_and_as_sums() -> None:
+    """But for the gated norm of the delta rule, whose weight is no offset."""
+    layer, values = "model.layers.0.", torch.tensor([0.1, 0.2])
+    norms = [f"{layer}input_layernorm.weight", f"{layer}self_attn.q_norm.weight", "model.norm.weight"]
+    plain = [f"{layer}linear_attn.norm.weight", f"{layer}mlp.shared_expert_gate.weight"]
+    checksums = EngineChecksums([*norms, *plain], "bfloat16")
+    low = values.bfloat16()
+    data = memoryview(low.view(torch.uint8).numpy().tobytes())
+    for name in (*norms, *plain):
+        assert checksums.add_bytes(name, data, torch.bfloat16) is (name in plain)
+        if name in norms:
+            checksums.add(name, values)
+    held = [name.replace(".self_attn", "") for name in norms]
+    sums = {name.replace("weight", "gemma_weight"): sha((low + 1).view(torch.int16)) for name in held}
+    assert checksums.result() == dict.fromkeys([*held, *plain], sha(low.view(torch.int16))) | sums

@@ -26,8 +26,8 @@ from moe_trm.learner.deepspeed import build as deepspeed_build
 from moe_trm.learner.deepspeed import state as deepspeed_state
 from moe_trm.learner.layer_noise import LayerNoise
 
-ROOT = Path(__file__).parents[3]
-HERE = "tests/unit/learner/test_cuda_calls.py"
+ROOT = Path(__file__).parents[2]
+HERE = "tests/integration/test_cuda_calls.py"
 OTHER_DEVICE = "tests/integration/test_other_device.py"
 OTHER_DEVICE_MEGATRON = "tests/integration/test_other_device_megatron.py"
 MACHINE = "tests/unit/learner/test_learner_machine.py"
