@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.server_engine import ServerEngine
@@ -114,6 +116,7 @@ def cut_out(record: RolloutRecord, length: int, sampled: slice, rows: slice) -> 
     return replace(
         record,
         tokens=tokens,
+        sampled=np.arange(length) >= length - len(kept),
         rollout_logprobs=record.rollout_logprobs[sampled],
         full_logprobs=record.full_logprobs[sampled],
         sampling_mask=join(kept),
