@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_trm.config.engines import traits_of
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import LearnerConfig, PipelineConfig, ReplayConfig, RolloutConfig
 
@@ -23,7 +24,6 @@ def refusals(
     server, parallel = rollout.server, learner.parallel
     one_rank = "ranks that share a product add its parts up in an order of their own"
     needs: list[tuple[str, object, object, str]] = [
-        ("rollout.engine", rollout.engine, "sglang", "the other engines have no sums in a fixed order"),
         ("learner.backend", learner.backend, "megatron", "the other learner has no sums in a fixed order"),
         ("learner.dtype", learner.dtype, server.dtype, "both engines need one arithmetic"),
         ("learner.fp8", learner.fp8, "none", "the rollout does not share the learner's scales"),
@@ -44,6 +44,13 @@ def refusals(
     ]
     if server.device == "cpu":
         needs.append(("rollout.server.dtype", server.dtype, "float32", "sums have a fixed order on a CPU in it alone"))
+    if not traits_of(rollout.engine).fixed_order:
+        yield Problem(
+            "rollout.engine",
+            "its sums have no order that the learner repeats",
+            got=f"{rollout.engine} with exact=true",
+            expected="an engine with the trait fixed_order",
+        )
     for key, got, expected, why in needs:
         if got != expected:
             yield Problem(key, why, got=f"{got} with exact=true", expected=_text(expected))

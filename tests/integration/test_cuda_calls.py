@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ PLACES = {
     "moe_trm/learner/layer_noise.py": HERE,
     "moe_trm/learner/megatron/build.py": HERE,
     "moe_trm/learner/megatron/cpu_shim.py": MACHINE,
+    "moe_trm/learner/megatron/exact.py": HERE,
     "moe_trm/learner/megatron/layers.py": MACHINE,
     "moe_trm/learner/megatron/notices.py": MACHINE,
     "moe_trm/learner/megatron/packed.py": "tests/integration/test_learner_fused.py",
@@ -68,7 +70,8 @@ ours makes any. Copies that do not wait go to the device, never to the host.
 
 
 def test_the_list_is_whole() -> None:
-    files = [path for top in ("moe_trm", "launch", "routing", "packages") for path in (ROOT / top).rglob("*.py")]
+    tops = ("moe_trm", "launch", "routing", "packages")
+    files = [path for top in tops for path in (ROOT / top).rglob("*.py") if "build" not in path.relative_to(ROOT).parts]
     found = {str(path.relative_to(ROOT)) for path in files if re.search(SIGNS, path.read_text(encoding="utf-8"))}
     assert found == PLACES.keys()
     for test in PLACES.values():
@@ -137,6 +140,9 @@ REAL = torch.cuda
 def strict_cuda(monkeypatch: pytest.MonkeyPatch) -> StrictCuda:
     stand_in = StrictCuda()
     monkeypatch.setattr(torch, "cuda", stand_in)
+    # The real one keeps the module that it first found, also for other tests.
+    uncached = bound(torch.get_device_module, lambda device: getattr(torch, torch.device(device).type))
+    monkeypatch.setattr(torch, "get_device_module", uncached)
     return stand_in
 
 
@@ -235,6 +241,17 @@ def test_noise_leaves_the_generators_of_the_device_as_they_were(
         assert torch.equal(tracker.states["model"], strict_cuda.state)
     assert torch.equal(strict_cuda.state, before)
     assert tracker.states == named
+
+
+def test_exact_runs_take_megatrons_batch_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing them asks CUDA for the number of its processors, so a module of their names stands for them."""
+    exact = pytest.importorskip("moe_trm.learner.megatron.exact")
+    asked: list[str] = []
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    kernels = SimpleNamespace(enable_batch_invariant_mode=lambda: asked.append(name))
+    monkeypatch.setitem(sys.modules, name, kernels)
+    exact.install(torch.device("cuda", 0))
+    assert asked == [name]
 
 
 def test_the_doctor_names_the_devices(strict_cuda: StrictCuda) -> None:
