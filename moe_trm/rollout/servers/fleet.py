@@ -200,10 +200,7 @@ class Fleet:
         await self._ready()
 
     async def fence_restarted(self) -> None:
-        """Look for servers that were restarted while they had no request.
-
-        They serve other weights under another label. Raises `SyncError` where another run gave it.
-        """
+        """Fence servers that were restarted while idle: their label differs. Raises `SyncError` if another run's."""
         for server in self.servers:
             if server.fenced or server.updating:
                 continue
@@ -260,10 +257,7 @@ class Fleet:
             self._waiting = set()
 
     def _may_sample(self, server: RemoteServer) -> bool:
-        """True for a server with the newest weights, and for one with those before whose turn has not come.
-
-        Also for one that keeps samples until it has the newest.
-        """
+        """True for a server that has the newest weights, waits its turn for them, or keeps samples until then."""
         if server.fenced:
             return False
         current = server.version == self._version or server in self._waiting
@@ -289,10 +283,7 @@ class Fleet:
             await self._changed.wait()
 
     async def _chosen_among(self, able: Sequence[RemoteServer], router: Router) -> bool:
-        """True when the router chooses among these servers and they are still the right ones.
-
-        Waits a little for a missing router.
-        """
+        """True when the router chooses among these servers, still the right ones. Waits a little if it is missing."""
         try:
             await router.choose_among(frozenset(server.http.url for server in able))
         except EngineLost as error:
@@ -348,10 +339,7 @@ class Fleet:
         self._repairs[server].add_done_callback(self._ended)
 
     async def _repair(self, server: RemoteServer) -> None:
-        """Wait until the server generates and serves the newest weights, proved.
-
-        The run fails after `patience_s` without any other server.
-        """
+        """Wait until the server serves the newest weights, proved. `patience_s` without any server ends the run."""
         clock = asyncio.get_running_loop().time
         deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
         while True:
@@ -391,10 +379,7 @@ class Fleet:
         self._changed.set()
 
     async def _prove(self, server: RemoteServer) -> None:
-        """Load the weights again, unless the server still has the label of its last proved version.
-
-        That label means that it has not been restarted.
-        """
+        """Load the weights again, unless the label of the last proved version shows that the server never restarted."""
         while self._version is not None:
             if server.version == self._version and await server.serves_proved(patient(DOOR_S)):
                 return
