@@ -28,6 +28,8 @@ OTHER_STAGE = "backend=deepspeed:stage=2:from=3"
 RECOMPUTE_2, RECOMPUTE_3 = (f"backend=deepspeed:stage={stage}:recompute=full" for stage in (2, 3))
 OFFLOAD_2, OFFLOAD_3 = (f"backend=deepspeed:stage={stage}:offload=1" for stage in (2, 3))
 BFLOAT16_2, BFLOAT16_3 = (f"backend=deepspeed:stage={stage}:dtype=bfloat16" for stage in (2, 3))
+# Its selection bias stays float32, and its norms are over all heads.
+BFLOAT16_MINIMAX = [f"{run}:model=minimax_m2:dtype=bfloat16" for run in (MEGATRON, ZERO_2)]
 PACKED_MEGATRON = f"{MEGATRON}:layout=packed"
 PACKED_2, PACKED_3 = (f"backend=deepspeed:stage={stage}:layout=packed" for stage in (2, 3))
 PACKED_RECOMPUTE = f"{PACKED_3}:recompute=full"
@@ -47,7 +49,10 @@ OTHER_FAMILIES = [
 FEW = [MEGATRON, ZERO_1, ZERO_2, ZERO_3, PACKED_2]
 MORE = [PACKED_3, PACKED_RECOMPUTE, RECOMPUTE_2, RECOMPUTE_3, OFFLOAD_2, OFFLOAD_3]
 EVERY = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in (*MORE, PACKED_MEGATRON))]
-WITH_BFLOAT16 = [*EVERY, *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3))]
+WITH_BFLOAT16 = [
+    *EVERY,
+    *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3, *BFLOAT16_MINIMAX)),
+]
 EVERY_MODEL = [*WITH_BFLOAT16, *OTHER_FAMILIES]
 
 SCRIPT = Path(__file__).parent / "learner_support" / "conformance.py"
@@ -72,7 +77,7 @@ class Finished:
         (MEGATRON_GLM,),
         (PACKED_MEGATRON,),
         tuple(MEGATRON_FAMILIES),
-        *((run,) for run in (*ZERO_FAMILIES, *PACKED_FAMILIES, *ODD_WIDTHS)),
+        *((run,) for run in (*ZERO_FAMILIES, *PACKED_FAMILIES, *ODD_WIDTHS, *BFLOAT16_MINIMAX)),
     )
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
