@@ -26,7 +26,7 @@ class EngineTraits:
         samples_live: it samples anew; else it gives back the recording in `rollout.bundle`.
         records_routes: its records can have the experts of every token.
         records_masks: its records can have the support that each token was sampled from.
-        broadcast_receivers: who receives what a learner rank broadcasts by `sync.method=distributed`: the server's
+        broadcast_receivers: how many receive what a learner rank broadcasts by `sync.method=distributed`: the server's
             ranks, and where they do not say what they received, a witness beside the controller. 0: it takes none.
         has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
