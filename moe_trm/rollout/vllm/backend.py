@@ -35,7 +35,8 @@ class VllmBackend(VllmAnswers, ServerBackend):
     labels_runs = True
 
     def check(self, config: Config) -> None:
-        """Refuse quantised checkpoints, masks with more kept ids than log-probs can tell, and a start without vLLM.
+        """Refuse quantised checkpoints, masks with more kept ids than log-probs can tell, a cache that is smaller than
+        the longest sequence, and a start without vLLM.
 
         Raises `CheckpointError`, `ConfigError`.
         """
@@ -49,6 +50,16 @@ class VllmBackend(VllmAnswers, ServerBackend):
                 got=hf["quantization_config"].get("quant_method"),
                 expected="none",
                 fix="Train it with rollout.engine=sglang, or from a dequantised checkpoint.",
+            )
+        server, longest = config.rollout.server, int(hf["max_position_embeddings"])
+        shortened = any(argument.startswith("--max-model-len") for argument in server.extra_args)
+        if config.rollout.starts_server and server.max_total_tokens < longest and not shortened:
+            raise ConfigError(
+                "vLLM does not start with a cache that is smaller than the longest sequence of the model",
+                where="config key rollout.server.max_total_tokens",
+                got=server.max_total_tokens,
+                expected=f"at least {longest}, max_position_embeddings of {where}",
+                fix='Or allow shorter sequences only: rollout.server.extra_args=["--max-model-len=N"].',
             )
         kept = config.rollout.top_k or int(hf["vocab_size"])
         if config.keeps_masks and kept > LISTED_IDS:

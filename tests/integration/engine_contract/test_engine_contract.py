@@ -344,12 +344,12 @@ def test_records_of_a_server_short_of_memory_are_still_those_of_the_weights(
     engine: str, tiny_moe: Path, tmp_path: Path
 ) -> None:
     """The cache holds a few of the samples, so most are preempted; a sample that an engine gives up is rejected."""
-    subject, server = started(engine, tiny_moe, tmp_path, max_total_tokens=1024)
+    subject, server = started(engine, tiny_moe, tmp_path, max_total_tokens=CONTEXT)
 
     async def work(running: ServerEngine) -> list[RolloutRecord | BaseException]:
         await subject.push(running, tmp_path, 5)
         long = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=120)
-        asked = (running.generate(p, long, sample_id=i, group_id=i) for i, p in enumerate(prompts(32)))
+        asked = (running.generate(p, long, sample_id=i, group_id=i) for i, p in enumerate(prompts(48)))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     try:
