@@ -12,7 +12,7 @@ from typing import Literal
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.family import Family, HfConfig, Layer, Link
-from moe_trm.models.hf_config import expert_width, num_experts, shared_width
+from moe_trm.models.hf_config import PREDICTION_LAYERS, expert_width, num_experts, shared_width
 from moe_trm.models.registry import family_of
 
 Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
@@ -154,7 +154,7 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
             fix="Use the config.json of the published checkpoint.",
         ) from error
     # Each is a decoder layer like the last one, with the norms and the matrix that join it to the model.
-    prediction = int(hf.get("num_nextn_predict_layers") or 0)
+    prediction = sum(int(hf.get(key) or 0) for key in PREDICTION_LAYERS)
     joint = Part("dense", "whole", 2 * hidden * hidden, 2 * hidden * hidden)
     norms = Part("norms", "whole", 3 * hidden, 3 * hidden)
     return Model(
@@ -252,7 +252,12 @@ def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig)
     if "kv_lora_rank" in hf:
         latent, query = int(hf["kv_lora_rank"]), int(hf.get("q_lora_rank") or 0)
         plain, rotated, value = (int(hf[f"{x}_head_dim"]) for x in ("qk_nope", "qk_rope", "v"))
+        index_heads, index_width = (int(hf.get(f"index_{x}") or 0) for x in ("n_heads", "head_dim"))
         return {
+            "wq_b": query * index_heads * index_width,
+            "wk": hidden * index_width,
+            "k_norm": index_width,
+            "weights_proj": hidden * index_heads,
             "q_proj": hidden * heads * (plain + rotated),
             "q_a_proj": hidden * query,
             "q_a_layernorm": query,

@@ -14,6 +14,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.megatron.stages import balanced
 from moe_trm.models.hf_config import moe_layers, num_experts
+from moe_trm.models.registry import family_of
 from moe_trm.plan.build import Plan, Simulated, Work, build
 from moe_trm.plan.candidates import Judged, judge
 from moe_trm.plan.cluster import SERVER_SHARE, Cluster, serving
@@ -55,6 +56,8 @@ class Found:
 def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | None = None) -> Found:
     """Plans that fit, for the workload of `config`; its layout, servers and schedule are replaced.
 
+    So is its learner, where Megatron-Core's has no such layers.
+
     Args:
         config: of the run.
         work: model and lengths.
@@ -62,6 +65,8 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
         server_nodes: nodes that serve; None: any number, and also none, with servers on the learner's GPUs.
     """
     model = work.model(config)
+    if family_of(work.hf, work.where).not_in_megatron:
+        config = _changed(config, "learner", backend="deepspeed")
     config = _with_micro_batches(config, work)
     shortest: list[tuple[float, Config, Cluster]] = []
     lacking: list[str] = []

@@ -9,35 +9,15 @@ from moe_trm.errors import ConfigError
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.slime_correction import CORRECTION
-from moe_trm.translate.slime_left import reason_of
 from moe_trm.translate.slime_run import RUN
 from moe_trm.translate.sources import flag_settings
+from moe_trm.translate.tables import Tables
 from moe_trm.translate.values import Rule
 from moe_trm.translate.words import flag, integer, number, on, only, word, wordly
 
-DEFAULTS: Mapping[str, tuple[str, ...]] = {
-    "n-samples-per-prompt": ("1",),
-    "input-key": ("input",),
-    "seed": ("1234",),
-    "lr": ("1e-6",),
-    "lr-decay-style": ("linear",),
-    "lr-warmup-iters": ("0",),
-    "min-lr": ("0.0",),
-    "weight-decay": ("0.01",),
-    "adam-beta1": ("0.9",),
-    "adam-beta2": ("0.999",),
-    "advantage-estimator": ("grpo",),
-    "eps-clip": ("0.2",),
-    "kl-loss-coef": ("0.0",),
-    "kl-loss-type": ("k1",),
-    "micro-batch-size": ("1",),
-    "qkv-format": ("thd",),
-    "tis-clip": ("2.0",),
-    "tis-clip-low": ("0",),
-    "opsm-delta": ("1e-4",),
-    "n-samples-per-eval-prompt": ("1",),
-}
-"""Defaults of slime, miles and Megatron where ours differ, or where a rule needs to know them."""
+TABLES = Tables.read("slime", (integer, number, word, flag), wordly)
+DEFAULTS = {key: (value,) for key, value in TABLES.defaults.items()}
+"""Flags have tuples of words."""
 
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 """Megatron's names of learning-rate schedules."""
@@ -80,9 +60,9 @@ def translate(settings: Mapping[str, ForeignSetting], framework: str = "slime", 
             fix="use `moe-trm config from-verl` for verl's YAML and key=value",
         )
     draft = Draft(settings, DEFAULTS, framework, dashes="--")
-    for rule in (*_RULES, *CORRECTION, *RUN):
+    for rule in (*TABLES.rules, *_RULES, *CORRECTION, *RUN):
         rule.run(draft)
-    draft.list_rest(reason_of)
+    draft.list_rest(TABLES.reason_of)
     return draft
 
 
@@ -218,38 +198,11 @@ def _expert_tensor(draft: Draft) -> None:
 
 
 _RULES: Sequence[Rule] = (
-    wordly("num-rollout", "train.steps", integer),
-    wordly("rollout-batch-size", "rollout.prompts_per_step", integer),
-    wordly("n-samples-per-prompt", "rollout.group_size", integer),
-    wordly("rollout-max-response-len", "rollout.max_new_tokens", integer),
-    wordly("rollout-temperature", "rollout.temperature", number),
-    wordly("rollout-top-p", "rollout.top_p", number),
-    wordly("rollout-num-gpus-per-engine", "rollout.server.tensor_parallel", integer),
-    wordly("sglang-max-running-requests", "rollout.server.max_running_requests", integer),
-    wordly("sglang-chunked-prefill-size", "rollout.server.chunked_prefill_size", integer),
-    wordly("sglang-dtype", "rollout.server.dtype", word),
-    wordly("sglang-quantization", "rollout.quantization", word),
-    wordly("seed", "seed", integer),
-    wordly("tensor-model-parallel-size", "learner.parallel.tensor", integer),
-    wordly("pipeline-model-parallel-size", "learner.parallel.pipeline", integer),
-    wordly("num-virtual-stages-per-pipeline-rank", "learner.parallel.virtual_pipeline", integer),
-    wordly("decoder-first-pipeline-num-layers", "learner.parallel.first_stage_layers", integer),
-    wordly("decoder-last-pipeline-num-layers", "learner.parallel.last_stage_layers", integer),
-    wordly("account-for-embedding-in-pipeline-split", "learner.parallel.account_for_embedding", flag),
-    wordly("account-for-loss-in-pipeline-split", "learner.parallel.account_for_loss", flag),
-    wordly("pipeline-model-parallel-layout", "learner.parallel.pipeline_layout", word),
-    wordly("context-parallel-size", "learner.parallel.context", integer),
-    wordly("expert-model-parallel-size", "learner.parallel.expert", integer),
     Rule(
         ("expert-tensor-parallel-size", "tensor-model-parallel-size"),
         ("learner.parallel.expert_tensor",),
         _expert_tensor,
     ),
-    wordly("lr", "optimizer.lr", number),
-    wordly("weight-decay", "optimizer.weight_decay", number),
-    wordly("adam-eps", "optimizer.eps", number),
-    wordly("clip-grad", "optimizer.max_grad_norm", number),
-    wordly("min-lr", "optimizer.min_lr", number),
     Rule(("adam-beta1", "adam-beta2"), ("optimizer.betas",), _betas),
     Rule(
         ("lr-decay-style", "lr-decay-iters", "lr-wsd-decay-iters", "lr-wsd-decay-style"),
@@ -257,13 +210,6 @@ _RULES: Sequence[Rule] = (
         _schedule,
     ),
     Rule(("lr-warmup-iters", "lr-warmup-fraction"), ("optimizer.warmup_steps",), _warmup),
-    wordly("entropy-coef", "loss.entropy_coef", number),
-    wordly("initial-loss-scale", "learner.loss_scale.initial", integer),
-    wordly("loss-scale-window", "learner.loss_scale.growth_steps", integer),
-    wordly("hf-checkpoint", "model.checkpoint", word),
-    wordly("lora-rank", "learner.lora.rank", integer),
-    wordly("lora-alpha", "learner.lora.alpha", number),
-    wordly("recompute-granularity", "learner.recompute", word),
     Rule(
         ("optimizer-cpu-offload", "optimizer-offload-fraction", "use-precision-aware-optimizer"),
         ("learner.offload_optimizer",),

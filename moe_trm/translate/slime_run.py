@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import NeedsDecisionError
 from moe_trm.translate.values import Rule
-from moe_trm.translate.words import integer, number, on, word, wordly, words
+from moe_trm.translate.words import integer, number, on, word, words
 
 _TRACKERS = {"use-wandb": "wandb", "use-tensorboard": "tensorboard", "use-mlflow": "mlflow"}
 
@@ -129,18 +129,15 @@ def _chat(draft: Draft) -> None:
 
 RUN: Sequence[Rule] = (
     Rule(("prompt-data", "input-key"), ("task.prompts",), _task),
-    wordly("label-key", "task.answer_field", word),
     Rule(("apply-chat-template",), ("task.chat",), _chat),
     Rule(("custom-rm-path", "rm-type"), ("task.reward",), _reward),
     Rule(("custom-generate-function-path", "rollout-function-path"), ("rollout.function",), _rollout_function),
     Rule(("eval-prompt-data",), ("task.eval_sets",), _evaluation),
-    wordly("eval-interval", "train.eval_every", integer),
     Rule(
         ("n-samples-per-eval-prompt", "eval-temperature", "eval-top-p"),
         ("eval.samples", "eval.temperature", "eval.top_p"),
         _sampled_evaluation,
     ),
-    wordly("eval-max-response-len", "eval.max_new_tokens", integer),
     Rule(("rollout-top-k",), ("rollout.top_k",), _top_k),
     Rule(("dynamic-sampling-filter-path", "over-sampling-batch-size"), ("batch.zero_variance",), _filtered),
     Rule(("train.py", "colocate", "partial-rollout"), ("pipeline.mode", "rollout.colocate"), _pipeline),

@@ -28,7 +28,7 @@ _REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
 _FLAG = re.compile(r"--[A-Za-z]")
 _LIST = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]")
 """A word that becomes several, and so is no value of the flag before it."""
-_OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
+OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 _COMPUTED = "the script computes it"
 
 
@@ -177,7 +177,7 @@ def _whole(words: Iterable[Word]) -> set[str]:
 
 def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
     """Settings that a variable brings in, of which nothing is known."""
-    if word.text in _OWN_ARGUMENTS:
+    if word.text in OWN_ARGUMENTS:
         reason = "the script passes on its own arguments: give them after the file"
         yield ForeignSetting(word.text, None, _place(word), word.text, reason)
     elif not set(references(word.text)) & known:

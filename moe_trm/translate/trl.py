@@ -4,45 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from moe_trm.errors import ConfigError
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.sources import plain_settings
-from moe_trm.translate.trl_left import reason_of
-from moe_trm.translate.values import Rule, choice, direct, integer, number, switch, text, undecided
+from moe_trm.translate.tables import Tables
+from moe_trm.translate.values import Rule, choice, direct, integer, number, switch, text
 
-DEFAULTS: Mapping[str, Any] = {
-    "learning_rate": 1e-6,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "max_steps": -1,
-    "num_train_epochs": 3.0,
-    "seed": 42,
-    "gradient_accumulation_steps": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 8,
-    "num_iterations": 1,
-    "max_completion_length": 256,
-    "epsilon": 0.2,
-    "loss_type": "dapo",
-    "importance_sampling_level": "token",
-    "scale_rewards": "group",
-    "bf16": True,
-    "gradient_checkpointing": True,
-    "vllm_mode": "server",
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "lora_r": 16,
-    "lora_alpha": 32,
-}
-"""TRL's defaults where we would use something else, or where a rule needs to know them."""
+TABLES = Tables.read("trl", (integer, number, text), direct)
 
 _LOSSES: Mapping[str, tuple[str, str]] = {
     "grpo": ("ppo_clip", "seq-mean-token-mean"),
@@ -81,10 +51,10 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "trl") -> 
             expected="settings such as num_generations and max_completion_length",
             fix="use `moe-trm config from-verl`, `from-slime` or `from-miles` for theirs",
         )
-    draft = Draft(settings, DEFAULTS, "trl")
-    for rule in _RULES:
+    draft = Draft(settings, TABLES.defaults, "trl")
+    for rule in (*TABLES.rules, *_RULES):
         rule.run(draft)
-    draft.list_rest(reason_of)
+    draft.list_rest(TABLES.reason_of)
     return draft
 
 
@@ -290,25 +260,11 @@ _BATCH_KEYS = (
     "num_processes",
 )
 _RULES: Sequence[Rule] = (
-    direct("model_name_or_path", "model.checkpoint", text),
     Rule(("dataset_name", "dataset_config", "dataset_train_split"), ("task.prompts",), _prompts),
-    undecided("reward_funcs", "functions take other arguments here: write one as in docs/tasks.md", "task.reward"),
-    undecided("reward_model_name_or_path", "a reward is a function here (docs/tasks.md)", "task.reward"),
-    direct("num_generations", "rollout.group_size", integer),
-    direct("max_completion_length", "rollout.max_new_tokens", integer),
-    direct("temperature", "rollout.temperature", number),
-    direct("top_p", "rollout.top_p", number),
-    direct("min_p", "rollout.min_p", number),
     Rule(("top_k",), ("rollout.top_k",), _top_k),
     Rule(_BATCH_KEYS, ("rollout.prompts_per_step", "learner.minibatches"), _batches),
     direct("per_device_train_batch_size", "learner.micro_batch_rows", integer),
-    direct("num_iterations", "learner.epochs", integer),
     Rule(("max_steps", "num_train_epochs"), ("train.steps",), _steps),
-    direct("seed", "seed", integer),
-    direct("learning_rate", "optimizer.lr", number),
-    direct("weight_decay", "optimizer.weight_decay", number),
-    direct("adam_epsilon", "optimizer.eps", number),
-    direct("max_grad_norm", "optimizer.max_grad_norm", number),
     Rule(("adam_beta1", "adam_beta2"), ("optimizer.betas",), _betas),
     choice("lr_scheduler_type", "optimizer.schedule", _SCHEDULES, "not a schedule of ours"),
     Rule(("warmup_steps", "warmup_ratio"), ("optimizer.warmup_steps",), _warmup),
@@ -341,7 +297,6 @@ _RULES: Sequence[Rule] = (
     ),
     Rule(("beta", "use_bias_correction_kl"), ("kl.coef", "kl.estimator", "kl.ratio"), _kl),
     Rule(("use_vllm", "vllm_mode"), ("rollout.colocate",), _engine),
-    direct("vllm_tensor_parallel_size", "rollout.server.tensor_parallel", integer),
     Rule(("bf16", "fp16"), ("learner.dtype",), _precision),
     Rule(("gradient_checkpointing",), ("learner.recompute",), _recompute),
     Rule(("use_peft", "lora_r", "lora_alpha"), ("learner.lora.rank", "learner.lora.alpha"), _adapters),

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from moe_trm.errors import ConfigError
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.sources import hydra_settings
-from moe_trm.translate.values import Rule, direct, integer, number, switch, text, undecided
+from moe_trm.translate.tables import Tables
+from moe_trm.translate.values import Rule, direct, integer, number, switch, text
 from moe_trm.translate.verl_correction import CORRECTION, KL
-from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT, TRANSFORMER
-from moe_trm.translate.verl_left import reason_of
-from moe_trm.translate.verl_lora import LORA, LORA_DEFAULTS
-from moe_trm.translate.verl_loss import LOSS, LOSS_DEFAULTS
-from moe_trm.translate.verl_run import RUN, RUN_DEFAULTS
+from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT
+from moe_trm.translate.verl_lora import LORA
+from moe_trm.translate.verl_loss import LOSS
+from moe_trm.translate.verl_run import RUN
 
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 """Megatron's names of learning-rate schedules, which slime uses too."""
 
-DEFAULTS: Mapping[str, Any] = {
-    "data.train_batch_size": 1024,
-    "data.max_response_length": 512,
-    f"{ROLLOUT}.n": 1,
-    f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    f"{ACTOR}.ppo_mini_batch_size": 256,
-    f"{ACTOR}.use_dynamic_bsz": False,
-    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
-    f"{OPTIM}.lr": 1e-6,
-    f"{OPTIM}.weight_decay": 0.01,
-    f"{OPTIM}.betas": [0.9, 0.999],
-    f"{OPTIM}.lr_warmup_steps": -1,
-    f"{OPTIM}.lr_warmup_steps_ratio": 0.0,
-    f"{MEGATRON}.dtype": "bfloat16",
-    "actor_rollout_ref.hybrid_engine": True,
-    "algorithm.adv_estimator": "gae",
-    **LORA_DEFAULTS,
-    **LOSS_DEFAULTS,
-    **RUN_DEFAULTS,
-}
-"""verl's defaults where we would use something else, or where a rule needs to know them."""
+TABLES = Tables.read("verl", (integer, number, switch, text), direct)
 
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's base configurations that have these defaults."""
@@ -82,10 +61,10 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "verl") ->
             expected="keys such as actor_rollout_ref.model.path",
             fix="use `moe-trm config from-slime` or `from-miles` for lists of --flags",
         )
-    draft = Draft(settings, DEFAULTS, "verl")
-    for rule in (*_RULES, *LORA, *LOSS, *CORRECTION, *KL, *RUN):
+    draft = Draft(settings, TABLES.defaults, "verl")
+    for rule in (*TABLES.rules, *_RULES, *LORA, *LOSS, *CORRECTION, *KL, *RUN):
         rule.run(draft)
-    draft.list_rest(reason_of)
+    draft.list_rest(TABLES.reason_of)
     return draft
 
 
@@ -289,25 +268,11 @@ _RULES: Sequence[Rule] = (
     _files("data.train_files", "task.prompts"),
     _files("data.val_files", "task.eval_prompts", "task.eval_sets"),
     Rule(("data.prompt_key",), ("task.prompt_field",), _task),
-    direct("data.train_batch_size", "rollout.prompts_per_step", integer),
-    direct("data.max_response_length", "rollout.max_new_tokens", integer),
-    direct("data.seed", "seed", integer),
-    direct("actor_rollout_ref.model.path", "model.checkpoint", text),
-    direct(f"{ROLLOUT}.n", "rollout.group_size", integer),
-    direct(f"{ROLLOUT}.temperature", "rollout.temperature", number),
-    direct(f"{ROLLOUT}.top_p", "rollout.top_p", number),
     Rule((f"{ROLLOUT}.top_k",), ("rollout.top_k",), _top_k),
     Rule((f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"), ("sampling_mask.mode",), _support),
-    direct(f"{ROLLOUT}.dtype", "rollout.server.dtype", text),
-    direct(f"{ROLLOUT}.quantization", "rollout.quantization", text),
-    direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.server.tensor_parallel", integer),
-    direct(f"{ROLLOUT}.max_num_seqs", "rollout.server.max_running_requests", integer),
     Rule((f"{ACTOR}.strategy",), ("learner.backend",), _strategy),
-    direct(f"{OPTIM}.lr", "optimizer.lr", number),
     Rule((f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"), ("optimizer.warmup_steps",), _warmup),
-    direct(f"{OPTIM}.weight_decay", "optimizer.weight_decay", number),
     Rule((f"{OPTIM}.betas",), ("optimizer.betas",), _betas),
-    direct(f"{OPTIM}.clip_grad", "optimizer.max_grad_norm", number),
     Rule(
         tuple(
             f"{OPTIM}.{name}"
@@ -323,27 +288,11 @@ _RULES: Sequence[Rule] = (
         _schedule,
     ),
     direct(f"{OPTIM}.min_lr", "optimizer.min_lr", number),
-    direct(f"{OPTIM}.lr_decay_steps", "optimizer.decay_steps", integer),
-    direct(f"{MEGATRON}.tensor_model_parallel_size", "learner.parallel.tensor", integer),
-    direct(f"{MEGATRON}.pipeline_model_parallel_size", "learner.parallel.pipeline", integer),
-    direct(f"{MEGATRON}.virtual_pipeline_model_parallel_size", "learner.parallel.virtual_pipeline", integer),
-    direct(f"{TRANSFORMER}.num_layers_in_first_pipeline_stage", "learner.parallel.first_stage_layers", integer),
-    direct(f"{TRANSFORMER}.num_layers_in_last_pipeline_stage", "learner.parallel.last_stage_layers", integer),
-    direct(f"{TRANSFORMER}.account_for_embedding_in_pipeline_split", "learner.parallel.account_for_embedding", switch),
-    direct(f"{TRANSFORMER}.account_for_loss_in_pipeline_split", "learner.parallel.account_for_loss", switch),
-    direct(f"{TRANSFORMER}.pipeline_model_parallel_layout", "learner.parallel.pipeline_layout", text),
-    direct(f"{MEGATRON}.context_parallel_size", "learner.parallel.context", integer),
-    direct(f"{MEGATRON}.expert_model_parallel_size", "learner.parallel.expert", integer),
     Rule(
         (f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"),
         ("learner.parallel.expert_tensor",),
         _expert_tensor,
     ),
-    direct(f"{MEGATRON}.dtype", "learner.dtype", text),
-    direct(f"{MEGATRON}.use_distributed_optimizer", "learner.distributed_optimizer", switch),
-    direct(f"{TRANSFORMER}.recompute_granularity", "learner.recompute", text),
-    direct(f"{OPTIM}.override_optimizer_config.optimizer_cpu_offload", "learner.offload_optimizer", switch),
-    direct("actor_rollout_ref.model.override_config.moe_config.freeze_moe_router", "learner.freeze_router", switch),
     Rule(
         ("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"),
         ("advantage.name", "advantage.normalize_std"),
@@ -356,7 +305,6 @@ _RULES: Sequence[Rule] = (
         _micro_batches,
     ),
     Rule((_UNPADDED,), ("batch.layout",), _layout),
-    direct(f"{ACTOR}.ppo_epochs", "learner.epochs", integer),
     Rule(
         (
             *(f"{place}.router_replay.mode" for place in (ACTOR, MEGATRON, f"{ACTOR}.veomni")),
@@ -371,6 +319,4 @@ _RULES: Sequence[Rule] = (
         _filtered,
     ),
     Rule(("actor_rollout_ref.hybrid_engine",), ("rollout.colocate",), _colocated),
-    undecided(f"{ROLLOUT}.multi_turn.enable", "several turns are a function here: rollout.function (docs/tasks.md)"),
-    undecided("data.custom_cls.path", "a data set class of your own: prompts are files here (docs/tasks.md)"),
 )

@@ -2,4 +2,3 @@
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OPTIM, MEGATRON = f"{ACTOR}.optim", f"{ACTOR}.megatron"
-TRANSFORMER = f"{MEGATRON}.override_transformer_config"

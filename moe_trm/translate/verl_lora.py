@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import NeedsDecisionError
 from moe_trm.translate.values import Rule, integer, number
 
 MODEL = "actor_rollout_ref.model"
-LORA_DEFAULTS: Mapping[str, Any] = {f"{MODEL}.lora_alpha": 16, f"{MODEL}.target_modules": "all-linear"}
 
 
 def _lora(draft: Draft) -> None:

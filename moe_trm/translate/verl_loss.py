@@ -8,30 +8,13 @@ from typing import Any
 
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import NeedsDecisionError
-from moe_trm.translate.values import Rule, direct, integer, number, switch, text
+from moe_trm.translate.values import Rule, integer, number, switch, text
 from moe_trm.translate.verl_keys import ACTOR
 
 _MODE = f"{ACTOR}.policy_loss.loss_mode"
 _LOW, _HIGH, _DUAL = (f"{ACTOR}.clip_ratio_{name}" for name in ("low", "high", "c"))
 _AGGREGATION = f"{ACTOR}.loss_agg_mode"
 _BYPASS, _BYPASS_LOSS = (f"algorithm.rollout_correction.{name}" for name in ("bypass_mode", "loss_type"))
-
-LOSS_DEFAULTS: Mapping[str, Any] = {
-    _MODE: "vanilla",
-    _LOW: 0.2,
-    _HIGH: 0.2,
-    _DUAL: 3.0,
-    _AGGREGATION: "token-mean",
-    f"{ACTOR}.policy_loss.clip_cov_ratio": 2e-4,
-    f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,
-    f"{ACTOR}.policy_loss.clip_cov_ub": 5.0,
-    f"{ACTOR}.policy_loss.kl_cov_ratio": 2e-4,
-    f"{ACTOR}.policy_loss.ppo_kl_coef": 0.1,
-    f"{ACTOR}.tau_pos": 1.0,
-    f"{ACTOR}.tau_neg": 1.05,
-    _BYPASS: False,
-    _BYPASS_LOSS: "ppo_clip",
-}
 
 
 @dataclass(frozen=True)
@@ -165,5 +148,4 @@ LOSS: Sequence[Rule] = (
         _loss,
     ),
     Rule((_AGGREGATION, f"{ACTOR}.loss_scale_factor"), ("loss.aggregation",), _aggregation),
-    direct(f"{ACTOR}.entropy_coeff", "loss.entropy_coef", number),
 )

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import NeedsDecisionError
-from moe_trm.translate.values import Rule, direct, integer, number, switch, text, undecided
+from moe_trm.translate.values import Rule, integer, number, switch, text
 from moe_trm.translate.verl_keys import ROLLOUT
-
-RUN_DEFAULTS: Mapping[str, Any] = {
-    "trainer.total_epochs": 30,
-    "trainer.save_freq": -1,
-    f"{ROLLOUT}.val_kwargs.n": 1,
-    f"{ROLLOUT}.val_kwargs.temperature": 0,
-    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
-    f"{ROLLOUT}.val_kwargs.do_sample": False,
-}
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Experiment trackers that have the same name everywhere."""
@@ -138,11 +128,8 @@ def _ranks(draft: Draft) -> None:
 
 RUN: Sequence[Rule] = (
     Rule(("trainer.total_training_steps", "trainer.total_epochs"), ("train.steps",), _length),
-    direct("trainer.experiment_name", "name", text),
-    direct("trainer.project_name", "observe.project", text),
     Rule(("trainer.test_freq", "trainer.val_before_train"), ("train.eval_every",), _evaluated),
     Rule(("trainer.save_freq",), ("checkpoint.every",), _saving),
-    direct("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", integer),
     Rule(("trainer.default_local_dir",), ("checkpoint.dir",), _default_dir),
     Rule(("trainer.resume_mode",), ("checkpoint.resume",), _resuming),
     Rule(("trainer.logger",), ("observe.sinks",), _tracking),
@@ -162,5 +149,4 @@ RUN: Sequence[Rule] = (
         _reward,
     ),
     Rule(("trainer.nnodes", "trainer.n_gpus_per_node"), (), _ranks),
-    undecided("trainer.val_only", "an evaluation alone is no training run"),
 )

@@ -1,19 +1,15 @@
 """The rollout servers together: the least loaded one gets each request, and all get every push.
 
-Where the next samples are known to come (`expect`), a server takes them as soon as it is paused for the push. It
-computes them once its weights are proved, or never.
+Where the next samples are known to come (`expect`), a server takes them once it is paused for the push, and computes
+them once its weights are proved, or never. With rolling pushes, servers get it in turn, and the others go on with the
+version before. A sample ends at the server that began it, so it has one version.
 
-With rolling pushes they get it one after the other, and the others go on sampling with the version before. A sample
-ends at the server that began it, so that it has one version.
+A lost server is fenced until its weights are proved again. Its samples are requested again, elsewhere or from it once
+it is back; only the first answer is read. A server that computes with other weights than it was given is left out for
+good. The last one stops the run.
 
-A lost server is fenced until its weights are proved again. Its samples are requested again elsewhere, or from it once
-it is back. Only the first answer is read.
-
-Behind a router, the router chooses among the servers in service. They are then given weights at the same time, since
-it is unknown which of them a sample would reach. When one is lost, all samples in flight are requested again, since
-it is unknown which it had.
-
-A server that computes with other weights than it was given is left out for good. The last one stops the run.
+A router chooses among the servers in service. Since it is unknown which server has a sample, they all get their weights
+at the same time, and the loss of one means that all samples in flight are requested again.
 """
 
 from __future__ import annotations
@@ -56,15 +52,13 @@ Load = Callable[[RemoteServer], Awaitable[None]]
 
 
 class Fleet:
-    """Keeps samples coming from whichever servers serve the newest weights.
+    """Keeps samples coming from the servers that have the newest weights.
 
     Args:
-        servers: at least one.
-        load: see `Load`.
         interrupt: end what a server samples when it is given weights, instead of waiting for it.
         patience_s: longest time without any server, or without the router, before the run is given up.
         router: chooses the server of each sample, if there is one; then all servers have its endpoint.
-        rolling: servers are given weights one after the other, and those whose turn has not come go on sampling.
+        rolling: servers are given weights in turn, and those whose turn has not come go on sampling.
     """
 
     def __init__(
@@ -200,10 +194,7 @@ class Fleet:
         await self._ready()
 
     async def fence_restarted(self) -> None:
-        """Look for servers that were restarted while they had no request.
-
-        They serve other weights under another label. Raises `SyncError` where another run gave it.
-        """
+        """Fence servers that were restarted while idle: their label differs. Raises `SyncError` if another run's."""
         for server in self.servers:
             if server.fenced or server.updating:
                 continue
@@ -260,10 +251,7 @@ class Fleet:
             self._waiting = set()
 
     def _may_sample(self, server: RemoteServer) -> bool:
-        """True for a server with the newest weights, and for one with those before whose turn has not come.
-
-        Also for one that keeps samples until it has the newest.
-        """
+        """True for a server that has the newest weights, waits its turn for them, or keeps samples until then."""
         if server.fenced:
             return False
         current = server.version == self._version or server in self._waiting
@@ -289,10 +277,7 @@ class Fleet:
             await self._changed.wait()
 
     async def _chosen_among(self, able: Sequence[RemoteServer], router: Router) -> bool:
-        """True when the router chooses among these servers and they are still the right ones.
-
-        Waits a little for a missing router.
-        """
+        """True when the router chooses among these servers, still the right ones. Waits a little if it is missing."""
         try:
             await router.choose_among(frozenset(server.http.url for server in able))
         except EngineLost as error:
@@ -348,10 +333,7 @@ class Fleet:
         self._repairs[server].add_done_callback(self._ended)
 
     async def _repair(self, server: RemoteServer) -> None:
-        """Wait until the server generates and serves the newest weights, proved.
-
-        The run fails after `patience_s` without any other server.
-        """
+        """Wait until the server serves the newest weights, proved. `patience_s` without any server ends the run."""
         clock = asyncio.get_running_loop().time
         deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
         while True:
@@ -391,10 +373,7 @@ class Fleet:
         self._changed.set()
 
     async def _prove(self, server: RemoteServer) -> None:
-        """Load the weights again, unless the server still has the label of its last proved version.
-
-        That label means that it has not been restarted.
-        """
+        """Load the weights again, unless the label of the last proved version shows that the server never restarted."""
         while self._version is not None:
             if server.version == self._version and await server.serves_proved(patient(DOOR_S)):
                 return

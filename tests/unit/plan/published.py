@@ -2,8 +2,11 @@
 
 Each config.json under `moe_trm/models/published` holds the published values that shapes depend on. Sources: the
 defaults of transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models`
-(Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2, Qwen3-Next),
-Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
+(Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2, Qwen3-Next,
+the text of Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
+
+llama.cpp prints the sum of a file's tensors when it loads it (`model params`). Its files are made from the releases, so
+that sum is a count of theirs, with as many digits as no publisher prints.
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ NO_ENDS = Counting("no ends", ENDS)
 GLM = Counting("no ends, with MTP", ENDS, prediction=True)
 QWEN, QWEN_LARGE = "card of Qwen3-30B-A3B-Instruct-2507", "card of Qwen3-235B-A22B-FP8"
 GLM_REPORT, OPENAI = "arXiv 2508.06471, table 1", "arXiv 2508.10925, table 1"
+LLAMA = "llama.cpp, tensors of its file"
 WEIGHTS, K2 = "its README_WEIGHTS.md", "arXiv 2507.20534, table 2"
 
 STATEMENTS = (
@@ -138,8 +142,13 @@ STATEMENTS = (
     Statement("Qwen3-Next-80B-A3B", "total", "80", "its card", Counting("all")),
     Statement("Qwen3-Next-80B-A3B", "total", "79", "its card", Counting("no ends", ENDS)),
     Statement("Qwen3-Next-80B-A3B", "active", "3", "its card", NO_ENDS),
+    Statement("Qwen3-Next-80B-A3B", "total", "79.67", LLAMA, Counting("all but MTP")),
+    Statement("Qwen3.5-35B-A3B", "total", "35", "its card", Counting("text", said=False)),
+    Statement("Qwen3.5-35B-A3B", "active", "3", "its card", Counting("text", said=False)),
+    Statement("Qwen3.5-35B-A3B", "total", "34.66", LLAMA, Counting("text, no MTP")),
     Statement("MiniMax-M2", "total", "230", "its card", ALL),
     Statement("MiniMax-M2", "active", "10", "its card", NO_EMBEDDING),
+    Statement("MiniMax-M2", "total", "228.69", LLAMA, Counting("all")),
 )
 """Every printed number that was found, the most exact ones last where a model has several."""
 

@@ -137,6 +137,13 @@ def test_public_set_ups_fit_and_the_search_finds_their_kind(
     assert shared.configured.timeline.step_s <= 1.05 * theirs.configured.timeline.step_s
 
 
+def test_a_model_that_megatron_has_no_layers_for_is_planned_with_deepspeed() -> None:
+    before, result = found("qwen3_5_35b_a3b", 2)
+    assert before.learner.backend == "megatron"
+    assert result.plans
+    assert all("learner.backend=deepspeed" in overrides(plan.config, before) for plan in result.plans)
+
+
 def test_a_given_number_of_server_nodes_is_kept() -> None:
     _, result = found("qwen3_30b_a3b", 4, server_nodes=2)
     assert {plan.cluster.server_nodes for plan in result.plans} == {2}
