@@ -33,7 +33,7 @@ def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig, rollou
             )
         known = evaluation_metrics(evaluation, task, rollout)
         return None if metric in known else _unknown(metric, known)
-    patterns = [pattern for section in SECTIONS for chart in section.charts for pattern in chart.metrics]
+    patterns = [pattern for section in SECTIONS for chart in section.chart for pattern in chart.metrics]
     if matching(tuple(patterns), [metric]):
         return None
     return _unknown(

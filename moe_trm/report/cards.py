@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from moe_trm.report import draw
-from moe_trm.report.charts import SECTIONS, Chart, Heat, Lines, Totals, shown
+from moe_trm.report.charts import SECTIONS, Chart, shown
 from moe_trm.report.draw import Series
 from moe_trm.report.html import number
 from moe_trm.report.run import Run
@@ -66,7 +66,7 @@ class Cards:
     def sections(self) -> Iterable[str]:
         for section in SECTIONS:
             cards, still = [], []
-            for chart in section.charts:
+            for chart in section.chart:
                 if line := self._still(chart):
                     still.append(line)
                 elif card := self._card(chart):
@@ -82,7 +82,7 @@ class Cards:
         Runs that have other values than each other are drawn.
         """
         found = shown(chart, self._known)
-        if isinstance(chart, Totals):
+        if chart.kind == "totals":
             return f"<div><dt>{escape(chart.title)}</dt><dd>{escape(chart.nothing)}</dd></div>" if not found else ""
         values: dict[str, set[float | None]] = {}
         for name, _ in found:
@@ -94,7 +94,7 @@ class Cards:
         values = {name: seen for name, seen in values.items() if seen}
         if not values or any(len(seen) > 1 or None in seen for seen in values.values()):
             return ""
-        if not isinstance(chart, Lines) and len(set.union(*values.values())) > 1:
+        if chart.kind != "lines" and len(set.union(*values.values())) > 1:
             return ""
         self._shown |= values.keys()
         labels = dict(found)
@@ -106,7 +106,7 @@ class Cards:
 
     def _card(self, chart: Chart) -> str:
         found = shown(chart, self._known)
-        if isinstance(chart, Totals):
+        if chart.kind == "totals":
             return self._totals(chart, found)
         series = [
             Series(run, name, label, place % COLOURS, points, _reach(each, name))
@@ -117,7 +117,7 @@ class Cards:
         if not any(value is not None for each in series for _, value in each.points):
             return ""
         self._shown |= {each.metric for each in series} | {f"{each.metric}_se" for each in series if each.reach}
-        if isinstance(chart, Lines):
+        if chart.kind == "lines":
             drawing = draw.lines(chart.title, series, self._steps, log=chart.log, floor=chart.floor)
             return self._frame(chart, self._legend(series) + drawing, _left_out(series, log=chart.log))
         parts = []
@@ -125,7 +125,7 @@ class Cards:
             own = [each for each in series if each.run == place]
             if own:
                 parts.append(f'<p class="whose">{escape(run.name)}</p>' if len(self._runs) > 1 else "")
-                if isinstance(chart, Heat):
+                if chart.kind == "heat":
                     parts.append(self._shades(chart, own) + draw.heat(chart.title, own, self._steps, chart.top))
                 else:
                     parts.append(self._legend(own) + draw.stack(chart.title, own, self._steps))
@@ -149,11 +149,11 @@ class Cards:
             )
         return f'<ul class="legend">{"".join(items)}</ul>'
 
-    def _shades(self, chart: Heat, rows: Sequence[Series]) -> str:
+    def _shades(self, chart: Chart, rows: Sequence[Series]) -> str:
         most = max((value for each in rows for _, value in each.finite), default=1.0)
         return f'<p class="shades">0 <i></i> {number(most) if chart.top is None else f"{chart.top:g}"}</p>'
 
-    def _totals(self, chart: Totals, found: Sequence[tuple[str, str]]) -> str:
+    def _totals(self, chart: Chart, found: Sequence[tuple[str, str]]) -> str:
         self._shown |= {name for name, _ in found}
         bars = [
             (run, name, label, run.series(name)[-1][1] or 0.0)

@@ -1,9 +1,8 @@
-"""What a rank needs to reach the controller of its run: a file of mode 0600 in the run's folder.
+"""The address and keys of a run's controller: a file of mode 0600 in the run's folder.
 
-Ranks find each other through torch's rendezvous store, and exchange tensors over sockets without a key. Whoever reaches
-these ports may read and change what is said there. So the address and the keys of the controller, and the folder that
-weights are written to, come from the file, which only this user reads and writes. What the ranks tell each other is the
-name of the attempt, by which they know an old file.
+torch's rendezvous store and the sockets between ranks have no key: whoever reaches these ports may read and change what
+is said there. So address, keys and the folder of weight pushes go through the file alone. Ranks tell each other only
+the name of the attempt, by which they recognise an old file.
 """
 
 from __future__ import annotations

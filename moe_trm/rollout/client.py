@@ -120,17 +120,14 @@ def _free_endpoint(address: str) -> str:
 
 
 class RolloutClient:
-    """One rank's requests to its controller.
-
-    Use as a context manager: leaving it stops the controller that this rank started.
+    """One rank's requests to its controller. A context manager: leaving it stops the controller that this rank started.
 
     Args:
-        endpoint, key: of the controller.
         ranks: this rank's index and the number of all ranks, each of which reports its shard of a push.
         data: this rank's index and the number of ranks that hold different rows.
         process: the controller, on the rank that started it.
         public_key: of a controller that speaks CurveZMQ; empty for one on this machine.
-        watch: told the state of the rollout servers again and again while this rank waits for the controller.
+        watch: told the state of the rollout servers again and again while this rank waits.
     """
 
     def __init__(

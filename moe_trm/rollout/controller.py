@@ -35,14 +35,7 @@ from moe_trm.types import SamplingParams, ServerState, TrainBatch
 class RolloutController:
     """Owner of all that makes samples, on one page: what begins, what a step takes, and what it hands to the ranks.
 
-    Not thread-safe: one event loop owns it.
-
-    Args:
-        config: the run's configuration.
-        engine: where samples come from.
-        task: prompts and rewards.
-        params: how the behaviour policy samples.
-        sampler: how one sample is made; none: one request to the engine.
+    Not thread-safe: one event loop owns it. Without `sampler`, a sample is one request to the engine.
     """
 
     def __init__(

@@ -32,18 +32,15 @@ class SetAnswers:
 
 
 class Evaluator:
-    """Measures the weights that the engine has now.
-
-    It draws no training prompt, and nothing of it reaches ledger or store.
+    """Measures the weights that the engine has now. It draws no training prompt, and nothing reaches ledger or store.
 
     Args:
         settings: measurements in addition to the greedy answers.
-        sampler: makes the answers.
         sets: held-out prompts by the name of their set, `""` for the main one.
-        params: of the behaviour policy; its stop tokens and, without `settings.max_new_tokens`, its length hold for
-            evaluation too.
+        params: of the behaviour policy. Its stop tokens hold here too, as does its length without a
+            `settings.max_new_tokens`.
         greedy_metric: name of the mean reward of greedy answers (`config.task_rules.greedy_metric`).
-        concurrency: answers that are made at the same time. The limits on the time of an answer begin with its turn.
+        concurrency: answers that are made at the same time. The time limits of an answer begin with its turn.
     """
 
     def __init__(

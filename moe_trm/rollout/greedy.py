@@ -27,17 +27,9 @@ class _Asked:
 class GreedyBaseline:
     """`Sampler` whose samples carry the reward of one greedy answer to their prompt, in `RolloutRecord.baseline`.
 
-    The answer is asked for once for each group, of the same engine and beside the group's first sample, so under the
-    weights that it has then. It is never trained: it has no place in ledger, store or batch, and its tokens are
-    forgotten. `metrics` counts it. Where it is rejected, there is no baseline, and the group's samples are rejected
-    (`no_greedy_answer`).
-
-    Source of the baseline: ReMax (arXiv 2310.10505).
-
-    Args:
-        sampler: makes samples and answers.
-        params: how the behaviour policy samples; the greedy answer has its length and stop tokens.
-        group_size: samples of one group.
+    The engine is asked for it once for each group of `group_size`, beside its first sample and so under the same
+    weights. It is counted (`metrics`) and never trained. Where it is rejected, so are the group's samples
+    (`no_greedy_answer`). Source: ReMax (arXiv 2310.10505).
     """
 
     def __init__(self, sampler: Sampler, params: SamplingParams, group_size: int) -> None:

@@ -35,13 +35,9 @@ class Producer:
     """Runs the sampling of groups. Not thread-safe: one event loop owns it.
 
     Args:
-        sampler: makes one sample.
         prompt: the prompt of a group, a function of its number alone.
-        store: where finished groups wait.
-        ledger: where every sample is accounted for.
         filters: which valid samples and groups are dropped.
         batch_groups: groups of one training step (B).
-        group_size: samples of one group.
         concurrency: no further group is started while this many samples are being made.
         needs_support: a sample without sampling mask and log-probs of it is rejected (`mask_missing`).
     """

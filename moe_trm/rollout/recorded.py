@@ -19,16 +19,13 @@ KEPT_STEPS = 8
 
 
 class BundleEngine:
-    """`RolloutEngine` that returns recorded responses by sample id.
-
-    Everything after sampling can so be repeated bit for bit.
+    """`RolloutEngine` that returns a bundle's responses by sample id, so that all after sampling repeats bit for bit.
 
     Args:
-        folder: a bundle.
         prompts_grow: a rollout function may have appended to a prompt before anything was sampled.
         prompts_own: an agent wrote the context itself.
         several_rows: a sample may be several rows (`agent.rows`).
-        waits: a sample may be requested before the weights that sampled it exist; it is returned once they are pushed.
+        waits: a sample requested before the weights that sampled it exist is returned once they are pushed.
         push_every: steps between two pushes of this run.
         delay_s: seconds until each answer, to try a pipeline without an engine.
     """

@@ -42,13 +42,9 @@ KEPT_PUSH_BYTES = 1 << 30
 class ServerEngine:
     """`RolloutEngine` over HTTP: one request per answer, or several where weight pushes interrupt it; many in flight.
 
-    Args:
-        config: `model`, `rollout`, `sampling_mask`, `replay`, `probe`, `pipeline` and `sync` are read, here only.
-        api_key: the servers' bearer token.
-
-    Raises:
-        CheckpointError: `model.checkpoint` cannot be read.
-        ConfigError: `rollout.engine` has no `ServerBackend`.
+    Of `config`, the sections `model`, `rollout`, `sampling_mask`, `replay`, `probe`, `pipeline` and `sync` are read,
+    here only. Raises `CheckpointError` for an unreadable `model.checkpoint`, `ConfigError` for an engine without
+    servers.
     """
 
     def __init__(self, config: Config, api_key: str | None) -> None:

@@ -11,13 +11,7 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 
 class SingleTurn:
-    """`Sampler` that asks the engine once.
-
-    Args:
-        engine: who samples.
-        task: gives the reward.
-        params: how the behaviour policy samples.
-    """
+    """`Sampler` that asks the engine once; the task gives the reward."""
 
     def __init__(self, engine: RolloutEngine, task: Task, params: SamplingParams) -> None:
         self._engine, self._task, self._params = engine, task, params

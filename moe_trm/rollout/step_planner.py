@@ -22,13 +22,9 @@ from moe_trm.types import MiniBatch, RewardedSample, RolloutRecord, TrainBatch
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of a step, or of a part of it.
+    """The plan of a step, or of a part of it: all rows that it trains, and the minibatches of every data-parallel rank.
 
-    Attributes:
-        step: its number.
-        records: all rows that it trains.
-        minibatches: of every data-parallel rank.
-        compared: as in `TrainBatch`.
+    `compared`: as in `TrainBatch`.
     """
 
     step: int
@@ -43,14 +39,7 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Rows, minibatches and micro-batches as configured.
-
-    Args:
-        config: the run's configuration.
-
-    Attributes:
-        parts: in how many parts a step is handed out.
-    """
+    """Rows, minibatches and micro-batches as configured. A step is handed out in `parts` parts."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._whole_groups = config, compares_groups(config.loss, config.rollout, config.agent)

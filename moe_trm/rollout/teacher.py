@@ -25,14 +25,9 @@ SCORED_TWICE = 64
 class TaughtSampler:
     """`Sampler` whose samples carry the teacher's log-probs, in `RolloutRecord.teacher_logprobs`.
 
-    They are over the whole vocabulary at temperature 1. Teacher and policy have the same token ids.
-
-    Source: on-policy distillation (GKD, arXiv 2306.13649), with the sampled token's log-probs alone.
-
-    Args:
-        sampler: makes samples and answers.
-        servers: of the teacher; each row goes to the next one.
-        backend: of their engine.
+    They are over the whole vocabulary at temperature 1. Teacher and policy have the same token ids. Each row goes to
+    the next of `servers`. Source: on-policy distillation (GKD, arXiv 2306.13649), with the sampled token's log-probs
+    alone.
     """
 
     def __init__(self, sampler: Sampler, servers: Sequence[EngineHttp], backend: ServerBackend) -> None:

@@ -11,15 +11,9 @@ from moe_trm.sync.manifest import Share, WeightPush
 
 
 class WeightLoader:
-    """Hands each push to the engine, and then lets samples of the new version begin.
+    """Hands each push to the engine, and then lets samples of the new version begin by `admit`.
 
-    Args:
-        engine: takes the weights.
-        admit: is told each version once its samples may begin.
-        overlaps: whether samples are made while the learner trains.
-
-    Attributes:
-        push_s: seconds that the last push took.
+    `overlaps`: samples are made while the learner trains. `push_s`: seconds that the last push took.
     """
 
     def __init__(self, engine: RolloutEngine, admit: Callable[[int], None], *, overlaps: bool) -> None:

@@ -24,14 +24,8 @@ It returns None, and the task gives the reward; or a number, or a dict of named 
 
 @dataclass(frozen=True)
 class AgentPrompt:
-    """The prompt's row.
-
-    Attributes:
-        prompt_id: file and line of the prompt, or its name.
-        text: the prompt's text, after template and chat template.
-        messages: the same as chat messages; a prompt that is a text is one message of the user.
-        answer: the expected answer; empty where there is none.
-        extra: the other fields of the row.
+    """The prompt's row: `prompt_id` (its file and line, or its name), its `text` after the templates, the same as chat
+    `messages` (a plain text is one message of the user), the expected `answer` (may be empty), and its `extra` fields.
     """
 
     prompt_id: str

@@ -19,17 +19,10 @@ class AgentHost(Protocol):
         """Load the agent, or look for its program. Raises `ConfigError`."""
 
     async def call(self, payload: Any, answers: Callable[[], Answerer]) -> Any:
-        """Run the agent once.
+        """Run the agent once on `payload` (`base_url`, `api_key`, `prompt`). `answers` is called at each of its
+        beginnings.
 
-        Args:
-            payload: `base_url`, `api_key` and `prompt`.
-            answers: called when the agent begins, and whenever it begins again.
-
-        Returns:
-            Its reward, or None where the task gives it.
-
-        Raises:
-            FunctionFailed: see there.
+        Returns its reward, or None where the task gives it. Raises `FunctionFailed`.
         """
 
     async def close(self) -> None:

@@ -44,12 +44,9 @@ class AgentSampler:
     """`Sampler` that gives an agent an address, and takes what it made of it.
 
     Args:
-        host: runs the agent.
-        server: where agents find the policy.
-        policy: who answers there.
+        server: where agents find `policy`.
         task: gives the reward where the agent does not.
-        params: how the behaviour policy samples.
-        keep_changed: keep samples with an answer during which the weights changed, without the routes of before.
+        keep_changed: keep samples with an answer during which the weights changed, without the earlier routes.
         rows: what of a session becomes a row; evaluations take the branch of the last answer.
     """
 

@@ -6,13 +6,9 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A request that is not answered.
+    """A request that is refused, in OpenAI's form: `param` is the field at fault, `code` a word for programs.
 
-    Args:
-        status: of HTTP. Clients repeat a request by themselves after 429 and from 500 on.
-        message: the reason, and the remedy.
-        param: the field of the request that it is about.
-        code: a word for programs.
+    `status` is HTTP's. Clients repeat a request by themselves after 429 and from 500 on.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:

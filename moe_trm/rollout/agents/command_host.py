@@ -42,13 +42,9 @@ KEY = "config key rollout.agent"
 
 
 class CommandHost:
-    """`AgentHost` for a command line.
+    """`AgentHost` for a command line that no shell reads.
 
-    Args:
-        command: program and arguments; no shell reads them.
-        limit_s: longest that one may run.
-        most_at_once: commands that run at the same time; the others wait, and their time has not begun.
-        max_output_bytes: most that one may print.
+    At most `most_at_once` run at the same time. The time of those that wait has not begun.
     """
 
     def __init__(self, command: Sequence[str], *, limit_s: float, most_at_once: int, max_output_bytes: int) -> None:

@@ -39,15 +39,9 @@ class Situation:
 
 
 def situations(template: ChatTemplate, *, tools: bool, thinks: bool) -> list[Situation]:
-    """Every situation with its outcome.
+    """Every situation with its outcome. Raises `CheckpointError` where the template cannot write a message of the user.
 
-    Args:
-        template: of the checkpoint.
-        tools: the run reads tool calls out of answers.
-        thinks: it reads reasoning out of answers. Otherwise reasoning is content.
-
-    Raises:
-        CheckpointError: the template cannot write a message of the user.
+    `tools`, `thinks`: the run reads tool calls, or reasoning, out of answers. Otherwise they are content.
     """
     return list(_tried(template, tools=tools, thinks=thinks))
 

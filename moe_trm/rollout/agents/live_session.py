@@ -47,12 +47,10 @@ class Policy:
 
 
 class LiveSession:
-    """Answers an agent's requests until it is closed.
+    """Answers an agent's requests until it is closed. A request may add stop tokens to `params`, and ask for fewer
+    tokens.
 
-    Args:
-        policy: shared parts.
-        params: how the policy samples; a request may add stop tokens and ask for fewer tokens.
-        bare: sample without recording routes and masks, for an evaluation.
+    `bare`: sample without recording routes and masks, for an evaluation.
     """
 
     def __init__(self, policy: Policy, params: SamplingParams, *, bare: bool) -> None:

@@ -20,12 +20,9 @@ class BadMessageError(ValueError):
 
 
 def plain(message: object) -> Message:
-    """One message of a request in the plain form.
+    """One message of a request in plain form, without null fields and labels of an answer (`refusal`, `annotations`).
 
-    Fields that are null are left out, and so are those that only label an answer (`refusal`, `annotations`).
-
-    Raises:
-        BadMessageError: no message, an unknown role, or content that is no text.
+    Raises `BadMessageError` for no message, an unknown role, or content that is no text.
     """
     if not isinstance(message, Mapping):
         raise BadMessageError(f"a message is an object, not a {type(message).__name__}")

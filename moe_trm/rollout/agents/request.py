@@ -63,12 +63,11 @@ COMPLETION = frozenset({"prompt"})
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Wishes of a request beside its text.
+    """Options of a request beside its text.
 
     Attributes:
-        max_tokens: tokens of the answer at most; None: what the run allows.
+        max_tokens: of the answer; None: what the run allows.
         stop: texts that end the answer.
-        logprobs: the client wants them.
         stream: the answer goes out as server-sent events, with the usage at the end if `stream_usage`.
         overridden: fields that the run overrides.
     """
@@ -99,15 +98,10 @@ class CompletionRequest:
 
 
 def read_chat(body: object, params: SamplingParams, *, reads_calls: bool) -> ChatRequest:
-    """A request for `/v1/chat/completions`.
+    """A request for `/v1/chat/completions`. `params`: the run's sampling. `reads_calls`: tool calls are found in
+    answers.
 
-    Args:
-        body: its JSON.
-        params: how the run samples.
-        reads_calls: tool calls can be found in answers.
-
-    Raises:
-        ApiError: a field that is not known, has a value that makes no sense, or asks for another distribution.
+    Raises `ApiError` for a field that is unknown, makes no sense, or asks for another distribution.
     """
     fields = _fields(body, CHAT | COMMON)
     messages = fields.get("messages")

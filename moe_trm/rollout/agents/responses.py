@@ -14,14 +14,7 @@ from moe_trm.tasks.tokens import Tokens
 
 
 def chat_completion(node: Node, name: str, asked: RequestOptions, tokens: Tokens) -> dict[str, Any]:
-    """The answer of `/v1/chat/completions`.
-
-    Args:
-        node: the answer.
-        name: its id.
-        asked: wishes of the request.
-        tokens: the tokenizer.
-    """
+    """The answer `node` in the form of `/v1/chat/completions`, with `name` as its id."""
     assert node.answer.message is not None, "an answer to a chat has a message"
     message = for_client(node.answer.message)
     choice = {

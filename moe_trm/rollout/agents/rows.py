@@ -28,12 +28,8 @@ NOT_CHOSEN = "not_chosen"
 
 @dataclass(frozen=True)
 class SessionRows:
-    """The outcome of one session.
-
-    Attributes:
-        sample: its first row, with the others behind it.
-        rejections: of the rows that violate an invariant, in their order.
-        left_out: sampled tokens that no row trains.
+    """The outcome of a session: its first row with the others behind it, the rejections of other rows in their order,
+    and how many sampled tokens no row trains.
     """
 
     sample: RolloutRecord
@@ -58,18 +54,12 @@ def session_rows(
     keep_changed: bool,
     finish_reason: str,
 ) -> SessionRows:
-    """The rows of a session with at least one answer.
+    """The rows of a session with at least one answer, as `how` (`agent.rows`) says.
 
-    A row that is rejected costs itself alone. The answers before its last one go into the next row that has them.
+    A rejected row costs itself alone: the answers before its last one go into the next row that has them. `prompt_id`,
+    `sample_id`, `group_id` and `finish_reason` go into every row. `keep_changed`: see `Conversation.record`.
 
-    Args:
-        tree: all that was asked and answered.
-        how: `agent.rows`.
-        prompt_id, sample_id, group_id, finish_reason: of the sample; they go into every row.
-        keep_changed: see `Conversation.record`.
-
-    Raises:
-        RecordRejected: no row is left; the reason is that of the first.
+    Raises `RecordRejected` with the reason of the first row where none is left.
     """
     records: list[RolloutRecord] = []
     rejections: list[RecordRejected] = []

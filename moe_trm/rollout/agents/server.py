@@ -61,13 +61,7 @@ class Address:
 
 
 class AgentServer:
-    """HTTP server of all sessions of a run.
-
-    Args:
-        host: address to listen at.
-        port: 0: any free one.
-        max_body_bytes: longest body of a request.
-    """
+    """HTTP server of all sessions of a run. Port 0: any free one. `max_body_bytes` bounds the body of a request."""
 
     def __init__(self, host: str, port: int, *, max_body_bytes: int) -> None:
         self._host, self._port, self._limit = host, port, max_body_bytes

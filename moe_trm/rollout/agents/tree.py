@@ -175,15 +175,10 @@ class SessionTree:
 def conversation_of(
     leaf: Node, prompt_id: str, *, trained: Collection[Node] | None = None, routes: bool = True
 ) -> Conversation:
-    """The branch of `leaf` as one conversation, whose record goes to the learner.
+    """The branch that ends in `leaf` as one conversation, whose record goes to the learner.
 
-    Args:
-        leaf: its last answer.
-        prompt_id: of the sample.
-        trained: the answers that the record is about, `leaf` among them; the others are its context. None: all.
-        routes: with the recorded routes.
-
-    Raises `RecordRejected` as `Conversation.add` does.
+    The record is about the answers in `trained` (None: all), `leaf` among them; the others are its context. `routes`:
+    with the recorded routes. Raises `RecordRejected` as `Conversation.add` does.
     """
     nodes = leaf.path()
     conversation = Conversation(Prompt(prompt_id, nodes[0].context.added))

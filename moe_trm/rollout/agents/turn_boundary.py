@@ -40,12 +40,10 @@ class TextAnswer:
 
 @dataclass(frozen=True)
 class TurnBoundary:
-    """Text behind an answer.
+    """The text `rest` that is tokenised behind the sampled ids of an answer.
 
-    Attributes:
-        rest: what is tokenised behind the sampled ids.
-        rewritten: the template writes the answer in another form than the policy did, e.g. the same call with other
-            white space. The sampled ids stay.
+    `rewritten`: the template writes the answer in another form than the policy did, e.g. a call with other white space.
+    The sampled ids stay.
     """
 
     rest: str
@@ -53,14 +51,10 @@ class TurnBoundary:
 
 
 def find_boundary(answer: TextAnswer, tail: str, closing: str | None, read: Reader) -> TurnBoundary | None:
-    """The boundary of `answer` in `tail`, or None where the template writes another answer.
+    """The boundary of `answer` in `tail`, the template's text from its beginning on; None where that is another answer.
 
-    Args:
-        answer: as it was sampled.
-        tail: the template's text from the beginning of the answer on.
-        closing: the template's text between an answer and the next message; None where the text
-            behind the last answer differs.
-        read: tells whether the template's form of the answer is the same message.
+    `closing`: the template's text between an answer and the next message; None where that behind the last answer
+    differs. `read` tells whether the template's form of the answer is the same message.
     """
     rest = tail.removeprefix(answer.body)
     # What the ids end in may be nothing that the client or the template knows.

@@ -29,10 +29,6 @@ log = logging.getLogger(__name__)
 class IntakePool:
     """Keeps `count` processes running, from the first question on.
 
-    Args:
-        count: of them.
-        settings: what each begins with.
-
     Attributes:
         lost: processes that ended by themselves, or hung.
         reissued: questions asked again for that.

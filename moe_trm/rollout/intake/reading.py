@@ -19,12 +19,10 @@ from moe_trm.types import Prompt, RolloutRecord, SampledTurn
 
 @dataclass(frozen=True)
 class Reading:
-    """A checked answer.
+    """A checked answer: the record of a whole sample, else the turn, also where a push cut a sample.
 
-    Attributes:
-        value: the record of a whole sample; else the turn, also where a push cut what was to be a whole sample.
-        retracted: as in `SampledTurn`.
-        written: `tasks.rewards.written_text` of a whole sample, where a tokenizer was there.
+    `retracted`: as in `SampledTurn`. `written`: `tasks.rewards.written_text` of a whole sample, where there is a
+    tokenizer.
     """
 
     value: RolloutRecord | SampledTurn

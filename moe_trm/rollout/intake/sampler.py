@@ -22,13 +22,7 @@ class WritingEngine(RolloutEngine, Protocol):
 
 
 class WrittenTurn(SingleTurn):
-    """`SingleTurn`; what the reward reads of a sample is made beside the controller.
-
-    Args:
-        engine: who samples.
-        task: gives the reward, in the processes where it always does.
-        params: how the behaviour policy samples.
-    """
+    """`SingleTurn` for which intake processes make what the reward reads of a sample."""
 
     def __init__(self, engine: WritingEngine, task: Task, params: SamplingParams) -> None:
         super().__init__(engine, task, params)

@@ -32,11 +32,8 @@ Array = NDArray[Any]
 class Launch:
     """The process of one server.
 
-    Attributes:
-        command: its command line, without the key: everyone on the machine can read it.
-        environment: all of it.
-        grace_s: time in which it may end by itself when it is not needed any more.
-        leaves: pattern of shared memory in /dev/shm that its processes leave behind; it is removed with the server.
+    `command` has no key, since everyone on the machine can read it. `grace_s`: time in which it may end by itself.
+    `leaves`: pattern of shared memory in /dev/shm that its processes leave behind, removed with the server.
     """
 
     command: Sequence[str]
@@ -47,12 +44,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Demands of a run on its servers.
+    """Requirements of a run on its servers.
 
     Attributes:
-        model: sizes of the checkpoint.
         wanted: fields of a record.
-        temperature: of the rollout.
         dtype: the engine's arithmetic.
         verify: True when weight pushes are proved.
         quantization: to which the engine is meant to round the weights that it is sent.
@@ -70,12 +65,10 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Weights on their way to one server.
+    """A push on its way to one server.
 
-    Attributes:
-        push: their folder and version.
-        expected: digests of `ServerClient.verified`; None: no proof is wanted.
-        keeping: entered once the server is paused, and left when its weights are proved and it may go on.
+    `expected`: digests of `ServerClient.verified`; None: no proof is wanted. `keeping` is entered once the server is
+    paused, and left when its weights are proved and it may go on.
     """
 
     push: WeightPush
@@ -202,7 +195,10 @@ class ServerClient(ABC):
         """
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
-        """As `load`, by a broadcast of the learner ranks. Asked where `EngineTraits.takes_broadcasts` is set."""
+        """As `load`, by a broadcast of the learner ranks.
+
+        Asked where the engine has `EngineTraits.broadcast_receivers`.
+        """
         raise SyncError("this engine takes no broadcasts", where=http.url)
 
     async def loaded(self, http: EngineHttp) -> None:  # noqa: B027 (most servers begin with the checkpoint's weights)

@@ -1,9 +1,7 @@
-"""One answer that weight pushes cut into pieces.
+"""One answer that weight pushes cut into pieces, each with one version and the routes of the forwards that sampled it.
 
-Each piece has one weight version, and the routes of the forwards that sampled it.
-
-A record cannot hold one thing. The later pieces attended to keys and values that the new weights recomputed for all
-tokens before them. A learner that replays the record gives those tokens the routes of the weights that sampled them.
+One thing no record can hold: later pieces attended to keys and values that the new weights recomputed for all tokens
+before them. A learner that replays the record gives those tokens the routes of the weights that sampled them.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """The rollout servers together: the least loaded one gets each request, and all get every push.
 
-Where the next samples are known to come (`expect`), a server takes them as soon as it is paused for the push. It
-computes them once its weights are proved, or never.
+Where the next samples are known to come (`expect`), a server takes them once it is paused for the push, and computes
+them once its weights are proved, or never. With rolling pushes, servers get it in turn, and the others go on with the
+version before. A sample ends at the server that began it, so it has one version.
 
-With rolling pushes they get it one after the other, and the others go on sampling with the version before. A sample
-ends at the server that began it, so that it has one version.
+A lost server is fenced until its weights are proved again. Its samples are requested again, elsewhere or from it once
+it is back; only the first answer is read. A server that computes with other weights than it was given is left out for
+good. The last one stops the run.
 
-A lost server is fenced until its weights are proved again. Its samples are requested again elsewhere, or from it once
-it is back. Only the first answer is read.
-
-Behind a router, the router chooses among the servers in service. They are then given weights at the same time, since
-it is unknown which of them a sample would reach. When one is lost, all samples in flight are requested again, since
-it is unknown which it had.
-
-A server that computes with other weights than it was given is left out for good. The last one stops the run.
+A router chooses among the servers in service. Since it is unknown which server has a sample, they all get their weights
+at the same time, and the loss of one means that all samples in flight are requested again.
 """
 
 from __future__ import annotations
@@ -56,15 +52,13 @@ Load = Callable[[RemoteServer], Awaitable[None]]
 
 
 class Fleet:
-    """Keeps samples coming from whichever servers serve the newest weights.
+    """Keeps samples coming from the servers that have the newest weights.
 
     Args:
-        servers: at least one.
-        load: see `Load`.
         interrupt: end what a server samples when it is given weights, instead of waiting for it.
         patience_s: longest time without any server, or without the router, before the run is given up.
         router: chooses the server of each sample, if there is one; then all servers have its endpoint.
-        rolling: servers are given weights one after the other, and those whose turn has not come go on sampling.
+        rolling: servers are given weights in turn, and those whose turn has not come go on sampling.
     """
 
     def __init__(

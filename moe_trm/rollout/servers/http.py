@@ -49,13 +49,10 @@ ERRORS = (AnswerTooLong, EngineLost, EngineSlow, HttpStatusError, ServerFailed)
 
 
 class EngineHttp:
-    """One connection pool to one SGLang server.
+    """One connection pool to one server.
 
-    Args:
-        url: `http://host:port`.
-        api_key: bearer token, or None for a server without one.
-        timeout_s: limit for one attempt, the server's queue included.
-        max_attempts: tries when the connection fails or the server answers 5xx.
+    `timeout_s` limits one attempt, the server's queue included; `max_attempts` are made when the connection fails or
+    the server answers 5xx.
     """
 
     def __init__(self, url: str, api_key: str | None, *, timeout_s: float, max_attempts: int) -> None:

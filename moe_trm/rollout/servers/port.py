@@ -15,13 +15,12 @@ def held_port(host: str, port: int) -> Iterator[int]:
     """The port itself when it is free (any free one for 0), kept from others until the block ends.
 
     A server imports for many seconds before it listens. Meanwhile the system would give the port to anyone who asks for
-    a free one, or use it for an outgoing connection. A socket that is bound and does not listen prevents both, and lets
-    a server that sets SO_REUSEADDR have the port. It does not keep away another holder: for that there is a name in
-    Linux's abstract namespace, which the kernel gives to one process of this network at a time.
+    a free one. A bound socket that does not listen prevents that, and lets a server that sets SO_REUSEADDR have the
+    port. A name in Linux's abstract namespace, which one process of this network has at a time, keeps other holders
+    away.
 
-    Raises:
-        EngineError: the address is not available, or another job starts its server there. That server would answer our
-            health check.
+    Raises `EngineError` where the address is not available, or another job starts its server there, which would answer
+    our health check.
     """
     with (
         socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder,

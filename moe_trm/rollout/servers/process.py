@@ -130,11 +130,7 @@ class Server:
 def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
     """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
 
-    Args:
-        config: `model` and `rollout` are read, and what the engine's `ServerBackend.launch` reads.
-        log_path: where the server's output goes; the folder is made, the key is masked.
-        api_key: bearer token that every request but the health check must carry.
-        cancelled: stop waiting, and end the server, once this is set.
+    Its output goes to `log_path` with the key masked. Once `cancelled` is set, it stops waiting and ends the server.
 
     Raises:
         CheckpointError: the checkpoint folder does not exist, or the engine does not know its weights.
@@ -215,14 +211,10 @@ def _spawn(
 
 
 def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
-    """Copy the server's output to the log without the key, which an engine may print among its arguments.
+    """Copy the server's output to `log_path` until it ends, without the key, which an engine may print.
 
-    Args:
-        process: the server; the copy ends after it.
-        source: its output so far, a file without a name that only this user can read.
-        written: descriptor by which the server writes; the file is emptied once much of it has been copied.
-        log_path: where the copy goes.
-        secret: the key.
+    `source` is an unnamed file that only this user can read, `written` the descriptor by which the server writes it.
+    The file is emptied once much of it has been copied.
     """
     lost = 0
 

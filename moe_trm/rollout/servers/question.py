@@ -32,13 +32,8 @@ class RequestedFields:
 
 @dataclass(frozen=True)
 class Question:
-    """One answer that is asked for.
-
-    Attributes:
-        context: ids to continue: the prompt, and the tokens after it.
-        params: of the behaviour policy, and the most tokens of this answer.
-        wanted: fields of the record.
-        start: first row of the routes to return; those before it are known.
+    """A question for one answer: the ids to continue, the sampling with the answer's most tokens, the fields of the
+    record, and the first row of the routes to return; those before `start` are known.
     """
 
     context: tuple[int, ...]

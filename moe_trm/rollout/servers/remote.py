@@ -22,21 +22,15 @@ ABORT_PAUSE_S = 0.2
 
 
 class RemoteServer:
-    """Requests to one server.
+    """Requests to one server. `http` is its own connection; samples are asked for at `endpoint`, if that is another.
 
-    Args:
-        http: its own connection, for everything but samples.
-        backend: of its engine.
-        endpoint: where its samples are asked for, if that is not the server itself.
-        run: name of the run in the labels of its weights; empty: they are bare versions.
+    `run` is the name of the run in the labels of its weights; empty: they are bare versions.
 
     Attributes:
-        http, backend: see above.
         version: of the weights it was proved to serve; None before the first push.
         updating: it is being given weights, and takes no new samples.
         keeping: it is paused meanwhile, and keeps samples until the weights are proved.
-        fenced: it was lost, and takes no samples until it has been proved again.
-        why: what it was fenced for.
+        fenced: it was lost, and takes no samples until it has been proved again; `why` says for what.
         released: its device memory is the learner's until it is given weights.
     """
 

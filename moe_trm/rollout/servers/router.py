@@ -32,12 +32,7 @@ log = logging.getLogger(__name__)
 class Router:
     """Keeps a router's list of servers equal to those that may sample. Not thread-safe: one event loop owns it.
 
-    Args:
-        http: connection to the router.
-        api_key: of the servers, which the router needs for its own questions to them.
-
-    Attributes:
-        endpoint: where samples are asked for.
+    `api_key` is the servers', which the router needs for its own questions. Samples are asked for at `endpoint`.
     """
 
     def __init__(self, http: EngineHttp, api_key: str | None) -> None:
@@ -65,12 +60,10 @@ class Router:
             self.endpoint.give_up()
 
     async def choose_among(self, urls: frozenset[str], *, every: bool = False) -> None:
-        """Wait until the router gives samples to at least one of these servers, and to no other.
+        """Wait until the router gives samples to one of these servers (`every`: to each) and to no other. It adds the
+        rest later.
 
-        It adds the rest when it can.
-
-        `every`: wait until it gives samples to each. Raises `EngineLost` when the router does not answer or does not
-        obey.
+        Raises `EngineLost` when the router does not answer or does not obey.
         """
         async with self._one_at_a_time:
             if urls == self._told:

@@ -7,13 +7,9 @@ import itertools
 
 
 class Seeds:
-    """A seed of its own for each answer of a run.
+    """A seed for each answer of a run, made from the run's `seed`; with None, answers have none and the server draws.
 
-    A server that samples deterministically gives answers to one prompt under one seed alike, and has one seed for all
-    that bring none. A group of samples would then be one sample, many times.
-
-    Args:
-        seed: of the run; None: the server draws by itself, and answers have no seeds.
+    Without them, a server that samples deterministically would give all samples of a group the same answer.
     """
 
     def __init__(self, seed: int | None) -> None:

@@ -56,14 +56,10 @@ class ServerUnfit(SyncError):
 
 
 class UseProof:
-    """Proves pushes by use, server by server.
+    """Proves pushes by use, server by server. Pushes have texts where the backend's trait `scores_tokens` is set.
 
-    Args:
-        backend: of the servers' engine, whose trait `scores_tokens` is set where pushes have texts.
-        bounds: of the gaps.
-
-    Attributes:
-        decode_gap, learner_gap, seconds: of the last proof; None before it, and where the learner had no scores.
+    `decode_gap`, `learner_gap` and `seconds` are of the last proof; None before it, and where the learner had no
+    scores.
     """
 
     def __init__(self, backend: ServerBackend, bounds: Bounds) -> None:
@@ -93,15 +89,10 @@ class UseProof:
         return {name: value for name, value in found.items() if value is not None}
 
     async def prove(self, http: EngineHttp, again: Callable[[], Awaitable[object]] | None) -> None:
-        """Return when decoding, prefill and learner agree on this server.
+        """Return when decoding, prefill and learner agree on this server, which has the weights.
 
-        Args:
-            http: the server, which has the weights.
-            again: gives them to it once more; None: that is not possible.
-
-        Raises:
-            ServerUnfit: they do not agree, even after that.
-            EngineError: no answer.
+        `again` gives them to it once more, where that is possible. Raises `ServerUnfit` where they do not agree even
+        after that, `EngineError` for no answer.
         """
         fault = await self._fault(http)
         if fault and again is not None:

@@ -35,13 +35,9 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """A running server and the thread that watches it. A context manager: leaving it ends both.
 
-    Args:
-        config: as for `start_server`; `max_restarts`, `silence_timeout_s` and `hang_timeout_s` of
-            `rollout.server` are read too.
-        log_path: where the server's output goes, of all its lives.
-        api_key: as for `start_server`.
-
-    Raises `CheckpointError` and `EngineError` as `start_server` does, the first time only.
+    The arguments are those of `start_server`; `log_path` gets the output of all its lives. `max_restarts`,
+    `silence_timeout_s` and `hang_timeout_s` of `rollout.server` are read too. Raises as `start_server`, the first time
+    only.
     """
 
     def __init__(self, config: Config, log_path: Path, api_key: str) -> None:

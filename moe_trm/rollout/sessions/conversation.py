@@ -88,14 +88,11 @@ class Conversation:
     ) -> RolloutRecord:
         """The record, up to the last sampled token: the policy never saw the text appended after it.
 
-        Args:
-            sample_id, group_id, row: go into the record.
-            keep_changed: keep a sample with routes that the engine computed again, without them; else reject it.
-            finish_reason: of the whole; None: that of the last answer.
+        `keep_changed`: keep a sample whose routes the engine computed again, without them; else reject it.
+        `finish_reason`: of the whole; None: that of the last answer.
 
-        Raises:
-            RecordRejected: `empty_output` (no answer), `version_span` and `retracted` (recomputed routes, after the
-                weights changed and under unchanged ones).
+        Raises `RecordRejected`: `empty_output` (no answer), `version_span` and `retracted` (recomputed routes, after
+        the weights changed and under unchanged ones).
         """
         assert not self._turns or self._trained[-1], "a row ends with an answer that it trains"
         if not self._turns:

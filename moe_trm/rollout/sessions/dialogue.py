@@ -45,13 +45,8 @@ class Limits:
 class Dialogue:
     """Serves one call of a rollout function; `await dialogue(op, arguments)` is an `Answerer`.
 
-    Args:
-        prompt: where the conversation begins.
-        engine: who samples.
-        tokens: the checkpoint's tokenizer.
-        params: how the policy samples; a function may add stop tokens and ask for fewer tokens.
-        limits: where it ends.
-        bare: sample without recording routes and masks, for an evaluation.
+    The conversation begins at `prompt` and ends at `limits`. A function may add stop tokens to `params`, and ask for
+    fewer tokens. `bare`: sample without recording routes and masks, for an evaluation.
     """
 
     def __init__(

@@ -25,15 +25,10 @@ ADAPTER = "moe_trm.rollout.sessions.session:adapt"
 
 
 class FunctionSampler:
-    """`Sampler` that lets a function talk with the engine.
+    """`Sampler` that lets the function of `host` talk with the engine, within `limits` for one sample.
 
-    Args:
-        host: runs the function.
-        engine: who samples.
-        task: gives the reward where the function does not, and the tokenizer.
-        params: how the behaviour policy samples.
-        limits: of one sample.
-        keep_changed: keep samples with an answer during which the weights changed, without the routes of before.
+    `task` gives the reward where the function does not, and the tokenizer. `keep_changed`: keep samples with an answer
+    during which the weights changed, without the earlier routes.
     """
 
     def __init__(

@@ -82,12 +82,8 @@ class Session:
     async def sample(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Turn:
         """Let the policy continue until it ends its answer, writes one of `stop`, or reaches a limit.
 
-        Args:
-            stop: texts of one token each; the token is sampled, recorded and trained like any other.
-            max_new_tokens: at most `rollout.max_new_tokens`, which is the default.
-
-        Raises:
-            SessionEnded: no further turn or token is allowed.
+        `stop` are texts of one token each; the token is recorded and trained like any other. `max_new_tokens` is at
+        most `rollout.max_new_tokens`, its default. Raises `SessionEnded` where no further turn or token is allowed.
         """
         turn = await self._ask("sample", {"stop": list(stop), "max_new_tokens": max_new_tokens})
         self.turns.append(Turn(turn["text"], tuple(turn["token_ids"]), turn["finish_reason"], turn["stopped_by"]))

@@ -22,12 +22,10 @@ class EngineApi(Protocol):
 
 @asynccontextmanager
 async def paused(api: EngineApi) -> AsyncIterator[None]:
-    """Pause of generation: inside, the engine generates nothing.
+    """Inside, the engine generates nothing. What still runs, such as a health check's token, goes back to its queue.
 
-    Requests that still run, such as the token of a health check, go back to its queue.
-
-    Weights are given inside, because the engine refuses to flush its prefix cache while anything runs.
-    Raises `EngineError`; the engine goes on however the block ends, if it can be reached.
+    Weights are given inside, because the engine refuses to flush its prefix cache while anything runs. Raises
+    `EngineError`; the engine goes on however the block ends, if it can be reached.
     """
     await api.post("/pause_generation", {"mode": "retract"})
     try:

@@ -31,13 +31,9 @@ BUCKET_BYTES = 256 * 2**20
 
 @dataclass
 class DistributedPush:
-    """The controller's end: leads the engine through a push and witnesses it.
+    """The controller's end of a broadcast: leads the engine of `engine_ranks` through a push and witnesses it.
 
-    Args:
-        api: requests to the engine.
-        engine_ranks: its tensor parallel size.
-        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
-        device: where the engine holds its tensors.
+    `timeout_s`: longest wait at every broadcast; a loaded machine gets more. `device`: of the engine's tensors.
     """
 
     api: EngineApi

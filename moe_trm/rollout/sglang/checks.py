@@ -129,12 +129,10 @@ class ServerCheck:
                 ) from rejection
 
     async def _probe_temperature(self, http: EngineHttp) -> None:
-        """Check that log-probs are those of the tempered distribution.
+        """Check that log-probs are those of the tempered distribution. A server can report them at temperature 1
+        instead.
 
-        A server can report them at temperature 1 instead.
-
-        The log-probs of the first and the last of a few likeliest ids differ by a smaller amount when they are
-        tempered.
+        Tempered log-probs of the first and the last of a few likeliest ids differ by less.
         """
         if self._temperature == 1.0:
             return

@@ -133,15 +133,10 @@ class Hasher(Protocol):
 
 
 class EngineChecksums:
-    """Accumulator of the engine's checksums, for tensors in any order.
+    """Accumulator of the checksums of an engine in `dtype` on `device`, for the tensors `names` of a push in any order.
 
     A part that arrives early is held until its turn. Threads may add at the same time, if none adds to the engine
     tensor of another (`parts`).
-
-    Args:
-        names: every Hugging Face tensor of the push.
-        dtype: the engine's arithmetic; tensors are cast to it.
-        device: where the engine holds its tensors, which decides how it hashes them: `cpu` or `cuda`.
     """
 
     def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:

@@ -108,15 +108,12 @@ async def load_folder(
     """Make the engine serve `push` with an empty prefix cache.
 
     Args:
-        api: the engine.
-        push: the folder, and its version.
-        label: of these weights; None: the version.
         expected: of `verified_checksums`, which the engine must report; None: not asked.
         keeping: entered once the engine is paused, and left when its weights are proved and it may go on.
+        label: of these weights; None: the version.
 
-    Raises:
-        SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
-        EngineLost: the engine cannot be reached, or fails.
+    Raises `SyncError` where the engine's tensors or label are not those of the push, or it refuses to load them,
+    `EngineLost` where it cannot be reached or fails.
     """
     label = str(push.version) if label is None else label
     body = {

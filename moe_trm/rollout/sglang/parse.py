@@ -86,17 +86,10 @@ def parse_turn(
     *,
     start: int = 0,
 ) -> SampledTurn:
-    """Check one answer against every invariant that it can break by itself.
+    """Check one answer to `context` against every invariant that it can break by itself.
 
-    Args:
-        body: JSON as received.
-        context: ids that were sent: the prompt, and the tokens after it.
-        model: the sizes that ids are checked against.
-        wanted: what the request asked for.
-        start: first row of the routes that were asked for.
-
-    Raises:
-        RecordRejected: with one of the reasons of this module's docstring.
+    `start` is the first row of the routes that were asked for. Raises `RecordRejected` with one of the reasons of this
+    module's docstring.
     """
     answer = decode_answer(body)
     finish_reason = _finish_reason(answer, partial=wanted.partial)

@@ -85,13 +85,11 @@ class VllmAnswer(msgspec.Struct):
 
 
 def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
-    """Check one answer against every invariant that it can break by itself.
+    """Check one answer against every invariant that it can break by itself. Raises `RecordRejected` as this module
+    says.
 
     Log-probs are those of the distribution that was sampled from: `--logprobs-mode processed_logprobs`. Where it is
     truncated, the probability of the kept ids in the vocabulary is not told, and `full_logprobs` is NaN.
-
-    Raises:
-        RecordRejected: with one of the reasons of this module's docstring.
     """
     answer, wanted = _decoded(body), question.wanted
     [choice] = answer.choices
