@@ -24,15 +24,11 @@ class Pusher(Protocol):
 
 
 class DiskPusher:
-    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`; the controller completes the folder and
-    loads it.
+    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`, rounded; the controller completes and loads
+    it.
 
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        root: a folder of this run alone that the engine sees too, shared memory where it can be.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
+    `root` is a folder of this run alone that the engine sees too, shared memory where it can be. `texts` are of the
+    proof by use.
     """
 
     def __init__(
@@ -51,13 +47,8 @@ class BroadcastPusher:
     """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller
     proves them. The engine dissolves its groups when the controller closes.
 
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        rank: of this process, which names its group.
-        address: of this machine, as the engine and the controller reach it.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
+    The group is named by `rank`; engine and controller reach this machine at `address`. `texts` are of the proof by
+    use.
     """
 
     def __init__(

@@ -29,13 +29,10 @@ from moe_trm.sync.tensors import tensor_digest
 
 
 class Sender:
-    """A learner rank's end: broadcasts the tensors it owns.
+    """A learner rank's end: broadcasts the tensors it owns, in a group whose name no other sender of this engine uses.
 
-    Args:
-        group: a name that no other sender of this engine uses.
-        address: of this machine, as the engine and the controller reach it.
-        engine_ranks: tensor parallel size of the engine.
-        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
+    `address`: of this machine, as the engine and the controller reach it. `timeout_s`: longest wait for the others, at
+    every broadcast; a loaded machine gets more.
     """
 
     def __init__(self, group: str, address: str = "127.0.0.1", engine_ranks: int = 1, timeout_s: float = 300.0) -> None:
