@@ -27,7 +27,7 @@ from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.megatron.layers import layers_here, transformer_engine_imports
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
-from moe_trm.models.registry import find_family
+from moe_trm.models.registry import keeps_packs_apart
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
 from moe_trm.rollout.servers.backend import backend_of
@@ -52,16 +52,16 @@ def _settled_here(config: Config) -> tuple[Config, tuple[Choice, ...], list[Prob
         config,
         cuda=torch.cuda.is_available(),
         transformer_engine=transformer_engine_imports,
-        known_model=lambda: _is_known(config.model.checkpoint),
+        known_model=lambda: _packs(config.model.checkpoint),
         layout_so_far=lambda: _layout_so_far(config.checkpoint, Path(config.run_dir) / config.name),
     )
     return settled, choices, explained(refusals(settled), choices)
 
 
-def _is_known(checkpoint: str) -> bool:
-    """True for a model of a family here. One that cannot be read is refused later, with the reason."""
+def _packs(checkpoint: str) -> bool:
+    """Whether packs of this model are right. One that cannot be read is refused later, with the reason."""
     try:
-        return find_family(read_hf_config(checkpoint)) is not None
+        return keeps_packs_apart(read_hf_config(checkpoint))
     except CheckpointError:
         return False
 

@@ -13,6 +13,8 @@ from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 
 ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)\.(weight|bias)$")
+INDEXER = re.compile(r"\.indexer\.")
+"""Weights that choose the tokens of sparse attention: no gradient comes through the choice."""
 
 
 @dataclass(frozen=True, order=True)
@@ -59,6 +61,8 @@ def check_groups(optimizer: OptimizerConfig, hf_names: Collection[str]) -> None:
 
 def is_frozen(hf_name: str, learner: LearnerConfig) -> bool:
     """True when this tensor is not trained and stays as in the checkpoint."""
+    if INDEXER.search(hf_name) is not None:
+        return True
     return learner.freeze_router and ROUTER.search(hf_name) is not None
 
 

@@ -19,7 +19,8 @@ LATENT_EPSILON = 1e-6
 """Of the norms of latents in transformers, whatever `rms_norm_eps` is."""
 
 
-def _attention(hf: HfConfig, _layer: int) -> Attention:
+def latent_attention(hf: HfConfig, _layer: int) -> Attention:
+    """Projections into latents and out of them, and the norms of latents."""
     names = {"linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}
     names |= {"kv_layernorm": "kv_a_layernorm"}
     if hf.get("q_lora_rank"):
@@ -64,7 +65,7 @@ def _rotation(hf: HfConfig) -> dict[str, object]:
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    _attention,
+    latent_attention,
     router=sigmoid_tensors,
     megatron=_megatron,
     required={

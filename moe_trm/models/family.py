@@ -14,7 +14,7 @@ from moe_trm.models.hf_config import moe_layers
 
 Packing = Literal["copy", "qkv", "gated", "transposed", "alternating"]
 HfConfig = Mapping[str, Any]
-AttentionKind = Literal["full", "sliding", "latent", "gated delta"]
+AttentionKind = Literal["full", "sliding", "latent", "sparse", "gated delta"]
 FeedForwardKind = Literal["dense", "experts"]
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import DEEPSEEK_V3
+from moe_trm.models.deepseek_v32 import DEEPSEEK_V32
 from moe_trm.models.family import Family
 from moe_trm.models.glm4_moe import GLM4_MOE
 from moe_trm.models.glm4_moe_lite import GLM4_MOE_LITE
+from moe_trm.models.glm_moe_dsa import GLM_MOE_DSA
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.minimax_m2 import MINIMAX_M2
 from moe_trm.models.mixtral import MIXTRAL
@@ -32,21 +34,20 @@ FAMILIES: Mapping[str, Family] = {
         MINIMAX_M2,
         QWEN3_NEXT,
         QWEN3_5_MOE,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
     )
 }
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 
 
 _TEXT_ONLY = "images are not read here; nearest is a checkpoint of its text part alone"
-_SPARSE = "its indexer chooses the tokens that attention sees, and that choice is not replayed here"
 _NEAREST = {
     "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
     "Qwen3_5MoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3_5MoeForCausalLM)",
     "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
     "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
     "KimiK25ForConditionalGeneration": f"{_TEXT_ONLY} (DeepseekV3ForCausalLM)",
-    "DeepseekV32ForCausalLM": f"{_SPARSE}; nearest is DeepSeek-V3",
-    "GlmMoeDsaForCausalLM": f"{_SPARSE}; nearest is GLM-4-MoE",
 }
 """Models that are not supported now: the reason, and what is nearest."""
 
@@ -56,6 +57,15 @@ def find_family(hf_config: Mapping[str, Any]) -> Family | None:
     known = {family.architecture: family for family in FAMILIES.values()}
     architectures = hf_config.get("architectures") or []
     return known.get(architectures[0]) if len(architectures) == 1 else None
+
+
+def keeps_packs_apart(hf_config: Mapping[str, Any]) -> bool:
+    """True where every layer keeps the sequences of a pack apart on the DeepSpeed learner.
+
+    An indexer would choose tokens of other sequences.
+    """
+    family = find_family(hf_config)
+    return family is not None and "sparse" not in family.attention_kinds(hf_config)
 
 
 def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:

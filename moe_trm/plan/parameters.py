@@ -252,7 +252,12 @@ def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig)
     if "kv_lora_rank" in hf:
         latent, query = int(hf["kv_lora_rank"]), int(hf.get("q_lora_rank") or 0)
         plain, rotated, value = (int(hf[f"{x}_head_dim"]) for x in ("qk_nope", "qk_rope", "v"))
+        index_heads, index_width = (int(hf.get(f"index_{x}") or 0) for x in ("n_heads", "head_dim"))
         return {
+            "wq_b": query * index_heads * index_width,
+            "wk": hidden * index_width,
+            "k_norm": index_width,
+            "weights_proj": hidden * index_heads,
             "q_proj": hidden * heads * (plain + rotated),
             "q_a_proj": hidden * query,
             "q_a_layernorm": query,

@@ -44,26 +44,28 @@ class DiskPusher:
 
 
 class BroadcastPusher:
-    """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller
-    proves them. The engine dissolves its groups when the controller closes.
+    """Every rank broadcasts the tensors it owns to the engine, in a group of its own.
 
+    What arrived is proved by a witness beside the controller, or by the digests that the engine's workers take.
+
+<<<<<<< HEAD
     The group is named by `rank`; engine and controller reach this machine at `address`. `texts` are of the proof by
     use.
+=======
+    Args:
+        learner: owner of the weights.
+        rollouts: the controller.
+        sender: of this rank, in a group of its own.
+        rounding: of the weights on their way.
+        texts: of the proof by use.
+>>>>>>> main
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        rollouts: RolloutClient,
-        *,
-        rank: int,
-        address: str,
-        rounding: Rounding,
-        texts: FixedTexts,
+        self, learner: Learner, rollouts: RolloutClient, sender: Sender, rounding: Rounding, texts: FixedTexts
     ) -> None:
         self._learner, self._rollouts, self._rounding, self._texts = learner, rollouts, rounding, texts
-        self._sender = Sender(f"moe-trm-rank-{rank}", address)
-        self._connected = False
+        self._sender, self._connected = sender, False
 
     def push(self, version: int) -> None:
         rounding = self._rounding.at(version)

@@ -11,8 +11,13 @@ from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
 from moe_trm.learner.lora.targets import check_lora
 from moe_trm.models.hf_config import num_experts
-from moe_trm.models.registry import FAMILIES, find_family, refuse_unsupported
+from moe_trm.models.registry import FAMILIES, keeps_packs_apart, refuse_unsupported
 
+_PACKED = [
+    family.architecture
+    for family in FAMILIES.values()
+    if keeps_packs_apart({"architectures": [family.architecture], "num_hidden_layers": 1, **family.tiny})
+]
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -46,12 +51,12 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 expected="logits that are hidden states times output weight",
                 fix="Use another model: log-probs would be wrong.",
             )
-    if config.batch.layout == "packed" and find_family(hf_config) is None:
+    if config.batch.layout == "packed" and not keeps_packs_apart(hf_config):
         raise ConfigError(
             "packed sequences are not known to be kept apart by every layer of this model",
             where="batch.layout",
             got=f"packed with {hf_config.get('architectures')}",
-            expected=f"padded, or one of {', '.join(family.architecture for family in FAMILIES.values())}",
+            expected=f"padded, or one of {', '.join(_PACKED)}",
             fix="Set batch.layout=padded.",
         )
     check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))

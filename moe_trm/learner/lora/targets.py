@@ -27,7 +27,7 @@ KINDS: Mapping[str, re.Pattern[str]] = {
 """Groups of modules by the names of `learner.lora.targets`."""
 ROUTED = re.compile(r"\.experts\.\d+\.\w+$")
 _WEIGHT = ".weight"
-_MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*(norm|conv1d)\.weight$).+\.weight$")
+_MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*(norm|conv1d)\.weight$|.*\.indexer\.).+\.weight$")
 
 
 def check_lora(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:

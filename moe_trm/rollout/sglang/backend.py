@@ -13,6 +13,7 @@ from moe_trm.errors import EngineLost, refuse_together
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.rollout.servers.backend import Array, Requirements, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
+from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.given_tokens import greedy_tokens, scores_of
@@ -44,6 +45,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
         refuse_together(
             lambda: check_quantised(config.rollout, config.model),
             lambda: check_states(hf, where),
+            lambda: check_indexer(hf, where),
             lambda: check_intervals(hf, where),
             lambda: check_layers(hf, where),
             lambda: check_options(hf, where),

@@ -27,6 +27,8 @@ READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Glm4MoeForCausalLM": ("first_k_dense_replace",),
         "Glm4MoeLiteForCausalLM": ("first_k_dense_replace",),
         "DeepseekV3ForCausalLM": ("first_k_dense_replace", "moe_layer_freq"),
+        "DeepseekV32ForCausalLM": ("first_k_dense_replace", "moe_layer_freq"),
+        "GlmMoeDsaForCausalLM": ("first_k_dense_replace", "moe_layer_freq"),
     }
 )
 """Those of `LAYER_KEYS` that SGLang reads, by architecture. Without any, every layer is a mixture of experts."""

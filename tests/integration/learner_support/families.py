@@ -36,11 +36,19 @@ DELTA = {
 }  # fmt: skip
 HYBRIDS = {"qwen3_next": ("Qwen3Next", DELTA), "qwen3_5_moe": ("Qwen3_5MoeText", DELTA)}
 """The same for families that only DeepSpeed trains."""
+INDEXER = {**SIGMOID, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+           "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "index_topk": 8, "index_n_heads": 2,
+           "index_head_dim": 16}  # fmt: skip
+SPARSE = {
+    "deepseek_v32": ("DeepseekV32", INDEXER),
+    "glm_moe_dsa": ("GlmMoeDsa", {**INDEXER, "n_group": 1, "indexer_types": ["full", "shared", "full"]}),
+}
+"""The same for families that only DeepSpeed trains, on padded rows."""
 
 
 def make_family(name: str, folder: Path, **overrides: object) -> Path:
     """Random weights; a selection bias, where there is one, that changes the choice of experts."""
-    prefix, options = (FAMILIES | HYBRIDS)[name]
+    prefix, options = (FAMILIES | HYBRIDS | SPARSE)[name]
     module = importlib.import_module(f"transformers.models.{name}")
     config = getattr(module, f"{prefix}Config")(**{**SHAPE, "num_experts_per_tok": TOP_K, **options, **overrides})
     return save_model(getattr(module, f"{prefix.removesuffix('Text')}ForCausalLM"), config, folder)

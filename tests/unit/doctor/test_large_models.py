@@ -25,6 +25,7 @@ LARGE = [
 ]
 
 HYBRID = [("qwen3_next_80b_a3b", "qwen3_next_80b_a3b", 8), ("qwen3_next_80b_a3b_4_nodes", "qwen3_next_80b_a3b", 24)]
+INDEXER = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 RELEASES = {
     "Qwen3-Next-80B-A3B": (
         {**published_config("qwen3_next_80b_a3b")},
@@ -39,12 +40,12 @@ RELEASES = {
         dict.fromkeys(("deepspeed", "megatron"), "MiniMaxM2ForCausalLM accepted"),
     ),
     "DeepSeek-V3.2": (
-        {**published_config("deepseek_v3"), "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
-        dict.fromkeys(("deepspeed", "megatron"), "its indexer chooses.*nearest is DeepSeek-V3"),
+        {**published_config("deepseek_v3"), "architectures": ["DeepseekV32ForCausalLM"], **INDEXER},
+        {"deepspeed": "DeepseekV32ForCausalLM accepted", "megatron": r"sparse attention.*learner\.backend=deepspeed"},
     ),
     "GLM-5": (
-        {**published_config("glm_4_5"), "architectures": ["GlmMoeDsaForCausalLM"], "index_topk": 2048},
-        dict.fromkeys(("deepspeed", "megatron"), "its indexer chooses.*nearest is GLM-4-MoE"),
+        {**published_config("glm_4_7_flash"), "architectures": ["GlmMoeDsaForCausalLM"], **INDEXER},
+        {"deepspeed": "GlmMoeDsaForCausalLM accepted", "megatron": r"sparse attention.*learner\.backend=deepspeed"},
     ),
 }
 """What config.json says of a release as far as it is read, and what the doctor says of each learner."""
@@ -82,7 +83,8 @@ def test_the_doctor_refuses_a_layout_without_weights(tmp_path: Path) -> None:
 def test_the_doctor_says_of_a_release_which_learner_trains_it(release: str, backend: str, tmp_path: Path) -> None:
     hf, says = RELEASES[release]
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    settings = {"model": {"checkpoint": str(tmp_path)}, "learner": {"backend": backend}}
+    rollout = {"engine": "bundle", "bundle": "recorded"}
+    settings = {"model": {"checkpoint": str(tmp_path)}, "learner": {"backend": backend}, "rollout": rollout}
     layout, _ = without_weights(Config.model_validate(settings), 1)
     assert re.search(says[backend], f"{layout.says} {layout.fix}", re.DOTALL), layout
     assert layout.status == ("ok" if "accepted" in says[backend] else "fail")

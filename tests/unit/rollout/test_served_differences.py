@@ -17,6 +17,8 @@ from moe_trm.doctor.served import known_difference
 from moe_trm.errors import CheckpointError
 from moe_trm.models.hf_config import LAYER_KEYS
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.rollout.servers.indexers import check_indexer
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.sglang.served_differences import (
     READ_KEYS,
     check_epsilons,
@@ -27,9 +29,13 @@ from moe_trm.rollout.sglang.served_differences import (
     config_overrides,
     remark_on_epsilons,
 )
+from moe_trm.rollout.vllm.backend import VllmBackend
 from tests.published_models import published_config
 
-FILES = {"deepseek_v3": "deepseek_v2", "qwen3_5_moe": "qwen3_5"}
+FILES = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), "deepseek_v2"),
+    "qwen3_5_moe": "qwen3_5",
+}
 """Of SGLang, where the name is not the family's."""
 
 
@@ -144,6 +150,18 @@ def test_a_model_that_no_push_was_compared_with_is_not_served(family: str) -> No
             check_states(hf_of(family), "config.json")
     else:
         check_states(hf_of(family), "config.json")
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_model_with_an_indexer_is_served_by_no_server(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_of(family)))
+    config = Config.model_validate({"model": {"checkpoint": str(tmp_path)}})
+    for backend in (SglangBackend(), VllmBackend()):
+        if family in ("deepseek_v32", "glm_moe_dsa"):
+            with pytest.raises(CheckpointError, match=r"(?s)sends no positions.*rollout\.engine=bundle"):
+                backend.check(config)
+        else:
+            check_indexer(hf_of(family), "config.json")
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
