@@ -48,17 +48,7 @@ class BroadcastPusher:
 
     What arrived is proved by a witness beside the controller, or by the digests that the engine's workers take.
 
-<<<<<<< HEAD
-    The group is named by `rank`; engine and controller reach this machine at `address`. `texts` are of the proof by
-    use.
-=======
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        sender: of this rank, in a group of its own.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
->>>>>>> main
+    `sender` is this rank's, in a group of its own. `texts` are of the proof by use.
     """
 
     def __init__(
