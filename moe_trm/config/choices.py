@@ -82,7 +82,7 @@ def settle_here(
 
     Args:
         cuda: whether this machine has a device.
-        transformer_engine: whether Transformer Engine can be imported; asked, as the others, only where it decides.
+        transformer_engine: whether Transformer Engine can be imported; asked only where that decides, like the others.
         known_model: whether the checkpoint is of a family in `moe_trm.models`.
         layout_so_far: `batch.layout` of the checkpoint that the run goes on from, None where it begins anew.
     """

@@ -19,7 +19,7 @@ LABEL = 170.0
 
 
 def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -> str:
-    """A figure of the tree of answers, in which those of `row` stand out; empty for one answer at most."""
+    """A figure of the tree of answers in order, in which those of `row` stand out; empty for one answer at most."""
     if len(turns) < 2:
         return ""
     columns, lanes = places(turns)

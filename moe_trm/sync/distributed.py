@@ -29,8 +29,8 @@ from moe_trm.sync.tensors import tensor_digest
 class Sender:
     """A learner rank's end: broadcasts the tensors it owns, in a group whose name no other sender of this engine uses.
 
-    `address`: of this machine, as the engine and the controller reach it. `receivers`: how many others are in the
-    group (`EngineTraits.broadcast_receivers`). `timeout_s`: longest wait for the others, at every broadcast; a loaded
+    `receivers`: how many others are in the group (`EngineTraits.broadcast_receivers`). `address`: of this machine, as
+    the engine and the controller reach it. `timeout_s`: longest wait for the others, at every broadcast; a loaded
     machine gets more.
     """
 
