@@ -38,15 +38,10 @@ _FILES = (
 
 
 def is_done(run_dir: Path, now: Mapping[str, Any]) -> bool:
-    """True where nothing is left to do: the run has finished with these very settings.
+    """True where nothing is left to do: the run has finished with `now`, these very settings.
 
-    Args:
-        run_dir: folder of the run.
-        now: `Config.dump()` of this start.
-
-    Raises:
-        RunError: the start would rewrite a finished run, or go on with other settings without
-            `checkpoint.allow_changes`.
+    Raises `RunError` where the start would rewrite a finished run, or go on with other settings without
+    `checkpoint.allow_changes`.
     """
     settings, end = now["checkpoint"], run_end.read_end(run_dir)
     if settings["resume"] == "never" or not has_steps(run_dir):
@@ -106,13 +101,8 @@ def begin(
 ) -> list[Change]:
     """Write the settings of this start, and what they change; returns the changes. Only one rank may.
 
-    A run that begins anew sets aside what an earlier one left.
-
-    Args:
-        run_dir: folder of the run.
-        now: `Config.dump()` of this start.
-        first_step: the step after which it goes on; 0: it begins anew.
-        branched: settings of the checkpoint that it goes on from, where that is another run's.
+    A run that begins anew (after `first_step` 0) sets aside what an earlier one left. `branched`: settings of the
+    checkpoint that it goes on from, where that is another run's.
     """
     if first_step == 0 and has_steps(run_dir):
         _set_aside(run_dir)

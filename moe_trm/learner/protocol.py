@@ -107,9 +107,8 @@ class Learner(Resumable, Protocol):
         """
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
-        """Keep the present weights in host memory under `name`, in place of an older copy.
-
-        Returns the bytes on this rank.
+        """Keep the present weights in host memory under `name`, in place of an older copy. Returns the bytes on this
+        rank.
 
         `saved`: the copy belongs to `state`, and `restore` brings it back. `rounding`: the copy holds the weights as
         the engine has them after such a push.

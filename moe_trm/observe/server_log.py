@@ -16,14 +16,7 @@ from moe_trm.types import ServerState
 
 @dataclass(frozen=True)
 class ServerChange:
-    """A server that went out of service or came back.
-
-    Attributes:
-        url: its address.
-        lost: True when it went.
-        seconds: time out of service so far.
-        why: what took it out of service.
-    """
+    """A server that went out of service (`lost`) or came back, the seconds out of service so far, and why it went."""
 
     url: str
     lost: bool

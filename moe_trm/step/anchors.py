@@ -57,7 +57,6 @@ class Anchors:
     """Scores the anchors of each step, and keeps the weights that sampled what is still to come.
 
     Args:
-        config: the run's configuration.
         mode: whose routes the passes use.
         whole: whether rules or loss look at a whole minibatch before its update, and so need its anchors before.
         watches: whether updates are told how far the routers have moved since the anchors.

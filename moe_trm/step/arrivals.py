@@ -23,13 +23,7 @@ class Source(Protocol):
 
 
 class Arrivals:
-    """Parts of each step.
-
-    Args:
-        config: `pipeline.stream` and `learner.minibatches` are read.
-        source: see `Source`.
-        phases: waiting for samples is timed as `wait`.
-    """
+    """Parts of each step, by `pipeline.stream` and `learner.minibatches`. Waiting for samples is timed as `wait`."""
 
     def __init__(self, config: Config, source: Source, phases: Phases) -> None:
         self._parts = config.learner.minibatches if config.pipeline.stream else 1

@@ -24,15 +24,11 @@ class Pusher(Protocol):
 
 
 class DiskPusher:
-    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`; the controller completes the folder and
-    loads it.
+    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`, rounded; the controller completes and loads
+    it.
 
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        root: a folder of this run alone that the engine sees too, shared memory where it can be.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
+    `root` is a folder of this run alone that the engine sees too, shared memory where it can be. `texts` are of the
+    proof by use.
     """
 
     def __init__(
@@ -52,12 +48,7 @@ class BroadcastPusher:
 
     What arrived is proved by a witness beside the controller, or by the digests that the engine's workers take.
 
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        sender: of this rank, in a group of its own.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
+    `sender` is this rank's, in a group of its own. `texts` are of the proof by use.
     """
 
     def __init__(

@@ -27,13 +27,11 @@ from moe_trm.sync.tensors import tensor_digest
 
 
 class Sender:
-    """A learner rank's end: broadcasts the tensors it owns.
+    """A learner rank's end: broadcasts the tensors it owns, in a group whose name no other sender of this engine uses.
 
-    Args:
-        group: a name that no other sender of this engine uses.
-        address: of this machine, as the engine and the controller reach it.
-        receivers: how many others are in the group (`EngineTraits.broadcast_receivers`).
-        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
+    `receivers`: how many others are in the group (`EngineTraits.broadcast_receivers`). `address`: of this machine, as
+    the engine and the controller reach it. `timeout_s`: longest wait for the others, at every broadcast; a loaded
+    machine gets more.
     """
 
     def __init__(self, group: str, address: str = "127.0.0.1", receivers: int = 2, timeout_s: float = 300.0) -> None:

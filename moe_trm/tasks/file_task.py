@@ -20,14 +20,11 @@ class FileTask:
     """Prompts from examples; see `moe_trm.tasks.protocol.Task`.
 
     Args:
-        tokens: the checkpoint's tokenizer.
-        scorer: gives the rewards.
         train: training examples, at least one; every epoch uses all of them, in a different order.
         evaluation: held-out examples by the name of their set.
         seed: of the order.
         template: text with `{prompt}` in it; plain `{prompt}` where a question is a list of messages.
         chat: give the text as the user's message of the chat template. Messages always go through it.
-        reward_weights: see `Task.reward_weights`.
     """
 
     def __init__(
