@@ -34,7 +34,7 @@ _FILES = (
     "report.html",
     "transcripts",
 )
-"""What the history of a run consists of, beside its checkpoints and the logs of its processes."""
+"""Files of a run's history, beside its checkpoints and the logs of its processes."""
 
 
 def is_done(run_dir: Path, now: Mapping[str, Any]) -> bool:
@@ -88,7 +88,7 @@ def has_steps(run_dir: Path) -> bool:
 
 
 def changes_since(run_dir: Path, now: Mapping[str, Any]) -> list[Change]:
-    """What differs from the last start in this folder; nothing where there was none that can be read."""
+    """Differences from the last start in this folder; none where there was none that can be read."""
     try:
         saved = json.loads((run_dir / "config.json").read_bytes())
     except (OSError, ValueError):

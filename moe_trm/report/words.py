@@ -36,7 +36,7 @@ def state(run: Run, *, many: bool) -> str:
 
 
 def chosen(runs: Sequence[Run]) -> str:
-    """What every `auto` became and why, folded: once where all runs have it, else with the names of those that do."""
+    """The value of every `auto` and why, folded: once where all runs have it, else with the names of those that do."""
     whose: dict[str, list[str]] = {}
     for run in runs:
         for choice in run.choices:
