@@ -1,4 +1,4 @@
-"""Stand-in for `sgl_kernel.mamba`: the gated delta rule and its convolution in torch.
+"""Stand-in for `sgl_kernel.mamba`: the gated delta rule and its convolution in torch, and Qwen3.5's gated attention.
 
 SGLang calls them under these names where it serves on a CPU. States are rows of its own pools: of the last tokens
 before the convolution, and of one matrix per head. A prefill goes on from the row that its cached prefix left.
