@@ -14,7 +14,7 @@ import msgspec
 
 from moe_trm.checkpoint.differences import Change, differences
 from moe_trm.errors import RunError
-from moe_trm.report import changed_settings, lost_servers, run_end
+from moe_trm.report import run_end, run_tables
 from moe_trm.report.run import CHOICES
 from moe_trm.runtime.lock import held_alone
 from moe_trm.runtime.patience import patient
@@ -28,13 +28,13 @@ _FILES = (
     "config.json",
     CHOICES,
     "metrics.jsonl",
-    lost_servers.FILE,
-    changed_settings.FILE,
+    run_tables.SERVERS_FILE,
+    run_tables.CHANGES_FILE,
     run_end.FILE,
     "report.html",
     "transcripts",
 )
-"""What the history of a run consists of, beside its checkpoints and the logs of its processes."""
+"""Files of a run's history, beside its checkpoints and the logs of its processes."""
 
 
 def is_done(run_dir: Path, now: Mapping[str, Any]) -> bool:
@@ -88,7 +88,7 @@ def has_steps(run_dir: Path) -> bool:
 
 
 def changes_since(run_dir: Path, now: Mapping[str, Any]) -> list[Change]:
-    """What differs from the last start in this folder; nothing where there was none that can be read."""
+    """Differences from the last start in this folder; none where there was none that can be read."""
     try:
         saved = json.loads((run_dir / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -111,7 +111,7 @@ def begin(
         changes = differences(branched, now) if branched is not None else changes_since(run_dir, now)
     for change in changes:
         line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
-        with (run_dir / changed_settings.FILE).open("ab") as file:
+        with (run_dir / run_tables.CHANGES_FILE).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
     write_private(run_dir / "config.json", f"{json.dumps(now, indent=2)}\n".encode())
     return list(changes)

@@ -27,7 +27,7 @@ class Target:
 
     @property
     def folder(self) -> Path:
-        """Where results of its evaluation go by default."""
+        """The default folder for results of its evaluation."""
         return self.run.path / "eval" if self.run is not None else Path()
 
 

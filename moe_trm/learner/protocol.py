@@ -86,7 +86,7 @@ class Learner(Resumable, Protocol):
     model_moe_layer_ids: tuple[int, ...]
     """The same of the whole model, on whatever ranks they are."""
     device: torch.device
-    """Where scores are, and what is compared with them."""
+    """The scored positions, and the values to compare scores with."""
     leads: bool
     """True on the first of the ranks that hold the same rows (shards, slices and stages of one model)."""
 

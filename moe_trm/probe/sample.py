@@ -69,12 +69,7 @@ class ProbeRows:
 
 
 class ProbeChoice:
-    """Whether a probe looks at minibatches or draws rows.
-
-    Args:
-        config: the run's configuration.
-        mode: whose routes the anchors' passes use.
-    """
+    """The choice of minibatches or drawn rows for probes. `mode`: whose routes the anchors' passes use."""
 
     def __init__(self, config: Config, mode: ReplayMode) -> None:
         pipeline = config.pipeline
@@ -89,7 +84,7 @@ class ProbeChoice:
         self._random = self._replayed and dealt
 
     def num_minibatches(self, minis: Sequence[MiniBatch]) -> int:
-        """How many of the last of a step's minibatches a probe looks at; 0: it draws rows.
+        """Number of a step's last minibatches that a probe looks at; 0: it draws rows.
 
         It takes the fewest that hold `probe.tokens` scored tokens and `LEAST_ROWS` samples, but none of more than twice
         these tokens: drawn rows would be forwarded twice. Parts of a step are taken only where they are random samples

@@ -1,4 +1,4 @@
-"""How far a run is and how it ended: `run.json` of its folder."""
+"""Progress and end of a run: `run.json` of its folder."""
 
 from __future__ import annotations
 

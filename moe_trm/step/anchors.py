@@ -186,7 +186,7 @@ class Anchors:
         return anchored
 
     def _judged(self, item: TokenBatch, version: int, scores: Sequence[Scores]) -> tuple[bool | None, ...]:
-        """Which rows the update passes judge: all where their own forward is the first pass, else none."""
+        """Rows that the update passes judge: all where their own forward is the first pass, else none."""
         if not scores:
             return judging(item, version, others=False)
         return () if self._recovery in WITHOUT_ANCHOR_PASS else judged_before(item)

@@ -16,7 +16,7 @@ from moe_trm.types import TrainBatch
 
 
 class Source(Protocol):
-    """Who hands out the steps' samples; `RolloutClient` is one."""
+    """Source of the steps' samples, such as `RolloutClient`."""
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
         """This rank's rows of `step`, or of a part of it."""

@@ -114,5 +114,5 @@ def _num_messages(example: Example) -> int:
 
 
 def _bytes_around(prompt: Prompt, example: Example) -> int:
-    """What a template writes around a message, at most: all that it wrote around those of this prompt."""
+    """Bytes that a template writes around a message, at most: those around the messages of this prompt."""
     return max(0, len(prompt.text.encode()) - _num_bytes(example)) + SPARE_BYTES

@@ -34,7 +34,7 @@ Loss = Callable[[int, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Routed:
-    """What one pass of this rank's routers yields: the routes if they were to be recorded, and the scores."""
+    """Results of one pass of this rank's routers: the routes if they were to be recorded, and the scores."""
 
     recorded: Recorded | None = None
     scores: RouterScores | None = None

@@ -33,7 +33,7 @@ READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Those of `LAYER_KEYS` that SGLang reads, by architecture. Without any, every layer is a mixture of experts."""
 _SAID = MappingProxyType({"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True})
-"""What MiniMax-M2 has in transformers whatever config.json says, and in SGLang where it says so."""
+"""Settings that MiniMax-M2 always has in transformers, and in SGLang where config.json says so."""
 HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
 _INTERVAL = "full_attention_interval"

@@ -111,7 +111,7 @@ class VllmClient(ServerClient):
         _compare(workers, {entry.name: entry.digest for share in shares for entry in share.entries}, "broadcast")
 
     async def _push(self, http: EngineHttp, version: int, weights: Mapping[str, object]) -> list[dict[str, str]]:
-        """What each worker read."""
+        """The tensors that each worker read, with their digests."""
         label = label_of(version, self._needs.run)
         told = await http.post(WEIGHTS, {**weights, "version": label})
         if told["version"] != label:
@@ -121,7 +121,7 @@ class VllmClient(ServerClient):
 
 @contextmanager
 def loading(where: str) -> Iterator[None]:
-    """What the server refuses in here is a push that failed; a server that is gone stays `EngineLost`."""
+    """Make a refusal of the server the failure of a push; a server that is gone stays `EngineLost`."""
     try:
         yield
     except EngineLost:

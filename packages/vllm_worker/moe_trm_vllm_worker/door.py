@@ -108,7 +108,7 @@ class Door:
 
 
 def _served(engine: Any) -> dict[str, Any]:
-    """What the server was started with."""
+    """The settings that the server was started with."""
     config = engine.vllm_config
     model = config.model_config
     return {

@@ -59,7 +59,7 @@ def _convolve(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, acti
 
 
 def gates(decay_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of the state after each token, as a logarithm, and how far it is corrected: `[1, T, G]` float32."""
+    """Log of the share of the state that is left after each token, and its correction: `[1, T, G]` float32."""
     kept = -decay_log.float().exp() * softplus(a.float() + dt_bias.float())
     return kept[None], b.sigmoid().float()[None]
 
