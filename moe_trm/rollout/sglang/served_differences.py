@@ -41,22 +41,6 @@ _EVERY_NORM = 1e-5
 """SGLang's epsilon in every norm of OLMoE."""
 
 
-def check_states(hf: HfConfig, where: str) -> None:
-    """Refuse Qwen3.5: what SGLang holds of it was never compared with a push.
-
-    Raises:
-        CheckpointError: it is one.
-    """
-    if hf.get("architectures") == ["Qwen3_5MoeForCausalLM"]:
-        raise CheckpointError(
-            "this model is not served yet",
-            where=f"{where}, architectures",
-            got="Qwen3_5MoeForCausalLM, which SGLang 0.5.23 serves on CUDA only; no push was ever proved",
-            expected="a family that docs/models.md has for SGLang",
-            fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
-        )
-
-
 def config_overrides(hf: HfConfig) -> dict[str, int]:
     """Keys that SGLang needs in config.json and transformers does not write: every how many layers attention is full.
 
