@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-import moe_trm.diagnostics.certificate as bounds
+from moe_trm.diagnostics import bounds
 
 T, DELTA = 4096, 1e-4
 
