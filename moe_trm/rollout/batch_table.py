@@ -20,6 +20,7 @@ from moe_trm.errors import ControllerError
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.types import MicroBatch, MiniBatch, RewardedSample, RolloutRecord, SessionTurn, TrainBatch, TrainRow
 from routing import RouteRecord
+from routing.indexer.record import IndexerRecord
 
 JOINED_BYTES = 1 << 20
 """A field of more bytes is sent array by array: those are long, and a copy of all of them would take their memory."""
@@ -54,6 +55,7 @@ class RouteTable(msgspec.Struct, frozen=True):
     token_digest: list[bytes | None]
     order: list[Literal["engine", "set"]]
     covered: Some[Arrays]
+    indexer: list[bytes | None]
 
 
 class MaskTable(msgspec.Struct, frozen=True):
@@ -176,7 +178,13 @@ def _route_table(routes: Sequence[RouteRecord], join: bool) -> RouteTable:
         routes,
         experts=_arrays(_field("experts", routes), join),
         covered=_some(_field("covered", routes), lambda covered: _arrays(covered, join)),
+        indexer=[each and each.encode() for each in _field("indexer", routes)],
     )
+
+
+def _route(*values: Any) -> RouteRecord:
+    *own, indexer = values
+    return RouteRecord(*own, indexer=indexer and IndexerRecord.decode(indexer))
 
 
 def _mask_table(masks: Sequence[SamplingMask], join: bool) -> MaskTable:
@@ -216,7 +224,7 @@ def _arrays(arrays: list[np.ndarray], join: bool) -> Arrays:
 
 
 _MADE_OF: Mapping[type, Callable[..., object]] = {
-    RouteTable: RouteRecord,
+    RouteTable: _route,
     MaskTable: SamplingMask,
     RecordTable: RolloutRecord,
     RowTable: TrainRow,
