@@ -118,7 +118,7 @@ class IndexerReplay:
                 # Rows without routes would have positions of other weights, or none.
                 known = record.indexer if record.covered is None else None
                 check_positions(known, self.layer_ids, self.top_k, record.num_rows, f"row {row}")
-        return [record and record.indexer for record in records]
+        return [None if record is None else record.indexer for record in records]
 
     def check_proved(self, opened: IndexerPass) -> None:
         """Raise `ReplayProofError` unless every layer with sparse attention was forwarded once in `opened`."""
@@ -205,15 +205,15 @@ def second_cut(asked: IndexerPass, layer: int, shape: Sequence[int], top_k: int)
     """`[B, R, C]` bool: what each due token must see, by plain index arithmetic on the record of `layer`."""
     expected = np.zeros(tuple(shape), bool)
     if asked.kept:
-        kept = asked.kept[layer].cpu().numpy()
-        rows, places, _ = np.indices(kept.shape, sparse=True)
-        expected[rows, places, kept] = True
-        return torch.from_numpy(expected & np.tri(*shape[1:], dtype=bool))
+        np.put_along_axis(expected, asked.kept[layer].cpu().numpy().astype(np.int64), True, axis=-1)
+        for row, first, _ in asked.spans:
+            expected[row, :, :first] = False
+        return torch.from_numpy(np.tril(expected))
     for sets, (row, first, length) in zip(asked.sets, asked.spans, strict=True):
         if sets is None:
             continue
         whole = min(top_k, length)
-        expected[row, first : first + whole, first : first + whole] = np.tri(whole, dtype=bool)
+        expected[row, first : first + whole, first : first + whole] = np.tril(np.ones((whole, whole), bool))
         chosen_MK = sets.chosen(layer)
         flat = np.repeat(np.arange(top_k, top_k + len(chosen_MK)), top_k) * shape[2] + chosen_MK.ravel()
         expected[row].reshape(-1)[flat + first * (shape[2] + 1)] = True

@@ -8,6 +8,7 @@ Shape letter: N rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from math import prod
 from operator import attrgetter
@@ -178,13 +179,14 @@ def _route_table(routes: Sequence[RouteRecord], join: bool) -> RouteTable:
         routes,
         experts=_arrays(_field("experts", routes), join),
         covered=_some(_field("covered", routes), lambda covered: _arrays(covered, join)),
-        indexer=[each and each.encode() for each in _field("indexer", routes)],
+        indexer=[None if each is None else each.encode() for each in _field("indexer", routes)],
     )
 
 
 def _route(*values: Any) -> RouteRecord:
-    *own, indexer = values
-    return RouteRecord(*own, indexer=indexer and IndexerRecord.decode(indexer))
+    indexer: bytes | None = values[-1]
+    record = RouteRecord(*values[:-1])
+    return record if indexer is None else replace(record, indexer=IndexerRecord.decode(indexer))
 
 
 def _mask_table(masks: Sequence[SamplingMask], join: bool) -> MaskTable:

@@ -49,7 +49,7 @@ def bound_bits(columns: int, top_k: int) -> float:
     """Bits that a set of `top_k` of `columns` positions takes at most."""
     written = min(top_k, columns - top_k)
     b = int(_remainder_bits(np.array([columns]), np.array([written]))[0])
-    return written * (b + 1) + (columns - written) / 2**b
+    return written * (b + 1) + (columns - written) / (1 << b)
 
 
 def _parts(rows: int, top_k: int) -> Iterator[slice]:
@@ -67,7 +67,8 @@ def _shape(rows: int, first: int, top_k: int) -> tuple[np.ndarray, np.ndarray, n
 
 def _remainder_bits(columns: np.ndarray, written: np.ndarray) -> np.ndarray:
     scaled = (2 * columns - written) * _GOLDEN // (written << 17)
-    return np.frexp(np.maximum(scaled, 1))[1].astype(np.int64) - 1
+    bits: np.ndarray = np.frexp(np.maximum(scaled, 1))[1].astype(np.int64) - 1
+    return bits
 
 
 def _side(chosen: np.ndarray, columns: np.ndarray) -> np.ndarray:

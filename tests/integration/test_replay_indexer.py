@@ -32,11 +32,12 @@ COMMON: dict[str, Any] = {
     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "index_topk": K,
     "index_n_heads": 4, "index_head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0,
 }  # fmt: skip
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "deepseek_v32": ("DeepseekV32", {}, (0, 1, 2, 3)),
     "glm_moe_dsa": ("GlmMoeDsa", {"indexer_types": ["full", "full", "shared", "full"]}, (0, 1, 3)),
 }
 SPARSE_LAYERS = 4
+Data = dict[str, Any]
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -60,23 +61,23 @@ def build(family: str, implementation: str | None = None) -> Any:
     return model.eval()
 
 
-def batch(seed: int = 0) -> dict[str, Tensor]:
+def batch(seed: int = 0) -> Data:
     tokens = torch.randint(3, 64, (B, R + 1), generator=torch.Generator().manual_seed(seed))
     valid = torch.arange(R)[None] < torch.tensor(LENGTHS)[:, None]
     return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous(), "valid": valid}
 
 
-def forward(model: Any, data: dict[str, Tensor]) -> Tensor:
+def forward(model: Any, data: Data) -> Tensor:
     logits = model(input_ids=data["input_ids"], use_cache=False).logits
     return logits.log_softmax(-1).gather(-1, data["target_ids"][..., None])[..., 0]
 
 
-def run(replayer: HFReplayer, model: Any, source: Any, data: dict[str, Tensor], **options: Any) -> Tensor:
+def run(replayer: HFReplayer, model: Any, source: Any, data: Data, **options: Any) -> Tensor:
     with replayer.use(source, **data, **options):
         return forward(model, data)
 
 
-def recorded(replayer: HFReplayer, model: Any, data: dict[str, Tensor]) -> tuple[Tensor, Recorded]:
+def recorded(replayer: HFReplayer, model: Any, data: Data) -> tuple[Tensor, Recorded]:
     with torch.no_grad(), replayer.use(Record(), **data) as running:
         scored = forward(model, data)
     return scored, running.recorded()
@@ -85,7 +86,7 @@ def recorded(replayer: HFReplayer, model: Any, data: dict[str, Tensor]) -> tuple
 Change = Callable[[int, np.ndarray, np.random.Generator], np.ndarray]
 
 
-def records(data: dict[str, Tensor], found: Recorded, change: Change | None = None) -> ReplayRecords:
+def records(data: Data, found: Recorded, change: Change | None = None) -> ReplayRecords:
     """What a pass recorded, as a rollout would record it; `change` gives other sets `[M, K]` of a sample."""
     made: list[RouteRecord | None] = []
     layers = tuple(sorted(found.experts))

@@ -155,13 +155,13 @@ def liars(learner: Learner) -> dict[str, bool | float]:
             if not facts[f"liar_{kind}"]:
                 print(kind, *told, sep="\n", flush=True)
         for share in (1.0, 0.25) if indexer_layers(learner) else ():
-            told = ""
+            words = ""
             try:
                 learner.score(batches, sources(None, wrong_sets(share)))
             except ReplayProofError as error:
-                told = str(error)
+                words = str(error)
             named = rf"of 1 samples.*(sample {WRONG}: \d+ of \d+ tokens are apart|on other ranks)"
-            facts[f"liar_positions_{share}"] = re.search(named, told, re.DOTALL) is not None
+            facts[f"liar_positions_{share}"] = re.search(named, words, re.DOTALL) is not None
         learner.score(batches, sources(None))
         facts["honest_flips"] = learner.replay_report().local_flip_rate or 0.0
         learner.score(batches, sources(lambda s, e, rng: exchange(e, 0.45, rng)))
