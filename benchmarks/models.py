@@ -179,16 +179,18 @@ def page(found: Mapping[str, Any], releases: Mapping[str, Any]) -> str:
 
 
 def release_lines(found: Mapping[str, Any]) -> list[str]:
-    """The table of published models: `yes` where the engine, or both learners, passed."""
+    """The table of published models: `yes` where the engine, or every learner that does not refuse it, passed."""
     checks = CHECKS["release"]
     lines = [f"| release | weights | serve | sync | {' | '.join(checks)} |", "|---" * (len(checks) + 4) + "|"]
     for name, engines in found.items():
         cells = [engines["sglang"]["serve"], engines["sglang"]["sync"]]
+        learners = [learner for learner in LEARNERS if not engines[learner]["convert"].startswith("refused")]
+        only = "" if learners == list(LEARNERS) else f" ({', '.join(learners)} only)"
         for check in checks:
-            said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in LEARNERS}
+            said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in learners}
             reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason != "yes"]
             alike = len(set(said.values())) == 1
-            cells.append(said[LEARNERS[0]] if alike else "; ".join(reasons))
+            cells.append((said[learners[0]] if alike else "; ".join(reasons)) + only)
         lines.append(f"| {name} | {_form(name)} | " + " | ".join(cells) + " |")
     return lines
 

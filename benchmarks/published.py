@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import library_config
+from moe_trm.models.hybrid import TINY as HYBRID
 from moe_trm.models.quantisation import BLOCKS, SCALE_INV, SCALES, Quantisation, quantisation_of
 from moe_trm.models.registry import family_of
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save
@@ -29,7 +30,8 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4,
     "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
-    "first_k_dense_replace": 1, "sliding_window": 16, "rotary_dim": 16,
+    "first_k_dense_replace": 1, "sliding_window": 16, "rotary_dim": 16, "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 """In place of the published values, where there are any. 32 + 8 latents are 2.5 blocks of 16 weights."""
 ALWAYS = {"vocab_size": 128, "max_position_embeddings": 512, "initializer_range": 0.2}
@@ -43,6 +45,8 @@ def divided(published: Mapping[str, Any]) -> dict[str, Any]:
     """The published config.json with small sizes."""
     found = {**published, **{key: value for key, value in SIZES.items() if published.get(key)}, **ALWAYS}
     found |= SPECIAL_IDS
+    if "linear_num_key_heads" in published:
+        found["initializer_range"] = HYBRID["initializer_range"]
     alike = published["num_key_value_heads"] == published["num_attention_heads"]
     found["num_key_value_heads"] = found["num_attention_heads"] if alike else 2
     found["num_experts_per_tok"] = max(2, int(published["num_experts_per_tok"]) // 2)

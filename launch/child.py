@@ -42,7 +42,7 @@ class Child:
 
     @property
     def output(self) -> IO[bytes]:
-        """What it prints, where `output` was `subprocess.PIPE`."""
+        """Its output, where `output` was `subprocess.PIPE`."""
         assert self._process.stdout is not None
         return self._process.stdout
 

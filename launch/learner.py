@@ -47,6 +47,7 @@ from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.private import Scratch
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
+from moe_trm.sync.distributed import Sender
 from moe_trm.sync.rounding import Rounding, rounding_of
 from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
@@ -236,7 +237,7 @@ def push_folder(sync: SyncConfig, rollout: RolloutConfig, run_dir: Path, host: H
 
     A recording takes no broadcasts, and would let the ranks wait.
     """
-    if sync.method == "distributed" and rollout.traits.takes_broadcasts:
+    if sync.method == "distributed" and rollout.traits.broadcast_receivers:
         return None
     return Scratch(push_place(sync, run_dir, alone=host.alone))
 
@@ -248,7 +249,9 @@ def build_pusher(
     rounding = rounding_of(config.rollout, config.train, config.seed)
     texts = fixed_texts(config.rollout, config.sync, Path(config.model.checkpoint), rounding)
     if not access.pushes:
-        return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding, texts=texts)
+        receivers = config.rollout.traits.broadcast_receivers
+        sender = Sender(f"moe-trm-rank-{rank}", host.address, receivers)
+        return BroadcastPusher(learner, rollouts, sender, rounding, texts)
     return DiskPusher(learner, rollouts, Path(access.pushes), rounding, texts)
 
 

@@ -125,7 +125,7 @@ class SeveralRefusals(ConfigError):
 
 
 def refuse_together(*checks: Callable[[], Checked]) -> list[Checked]:
-    """What all checks return; else raise the error of the one that fails, or `SeveralRefusals`."""
+    """The results of all checks; else raise the error of the one that fails, or `SeveralRefusals`."""
     found, reasons = [], list[MoeTrmError]()
     for check in checks:
         try:

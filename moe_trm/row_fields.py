@@ -19,7 +19,7 @@ _BY_ROW = {"by_row": True, "of_pass": False}
 
 @dataclass(frozen=True, kw_only=True)
 class RowFields:
-    """What is known of the rows of a micro-batch beside ratios, masks and advantages; None: not known here.
+    """Values of the rows of a micro-batch beside ratios, masks and advantages; None: not known here.
 
     `[B, T]` values are read only where a token was sampled. A field that `TokenBatch` or `Scores` has by the same name
     is taken from there (`with_fields`).
@@ -51,7 +51,7 @@ class RowFields:
 
 
 BY_ROW: Mapping[str, bool] = {each.name: each.metadata["by_row"] for each in fields(RowFields)}
-"""Whether each field has one entry for each row."""
+"""True for a field with one entry for each row."""
 
 GATHERED = tuple(each.name for each in fields(RowFields) if not each.metadata["of_pass"])
 """Fields that travel between ranks where a whole minibatch is looked at."""

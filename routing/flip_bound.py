@@ -103,7 +103,7 @@ def named(found: Sequence[object]) -> str:
 
 
 def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | None:
-    """What is wrong with routes that flip more often than `max_flip_rate` at the very weights that sampled them.
+    """The fault of routes that flip more often than `max_flip_rate` at the very weights that sampled them.
 
     In a sample, in a layer of the batch, or overall; only rounding can have moved the router there.
     """
@@ -138,7 +138,7 @@ def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | N
 
 
 def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedError | None:
-    """What is wrong where part of the tokens disagree with their routes (`routing.token_agreement`)."""
+    """The fault where part of the tokens disagree with their routes (`routing.token_agreement`)."""
     slots, chance = top_k * int(flips.due.any(0).sum()), 1 - top_k / num_experts
     wrong = [
         *wrong_ends(flips.ends, slots, chance),

@@ -36,7 +36,7 @@ class GateProof:
         self._unanswered = set(layers)
         self._nothing = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
         self._told = False
-        """Whether anything was counted since the last `take`."""
+        """True when anything was counted since the last `take`."""
         self._wrong = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self._asked, self._answered = (torch.zeros(num_layers, dtype=torch.bool, device=device) for _ in range(2))
 

@@ -27,7 +27,7 @@ from routing.errors import RouteError
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each sequence lies.
+    """The place of each sequence.
 
     Attributes:
         shape: `(B, R)` of the tensor of tokens.

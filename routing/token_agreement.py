@@ -40,7 +40,7 @@ _TENDENCIES = np.sort(_TENDENCIES)[::-1] / _TENDENCIES.mean()
 
 
 class Disagreement(NamedTuple):
-    """What one forward says of its samples; `[S]` int64 each.
+    """Counts of one forward by sample; `[S]` int64 each.
 
     Attributes:
         tokens: judged by themselves.
@@ -69,7 +69,7 @@ def least_lost(slots: int, chance: float) -> int:
 
 
 def judged_by_token(slots: int, chance: float) -> bool:
-    """Whether tokens with unrelated routes mostly disagree, and single flips never do."""
+    """True where tokens with unrelated routes mostly disagree, and single flips never do."""
     return chance > 0 and slots >= least_lost(slots, chance)
 
 

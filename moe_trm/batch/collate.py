@@ -19,9 +19,7 @@ def forwarded_tokens(record: RolloutRecord) -> int:
 
 
 def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
-    """Right-pad the rows of `micro`.
-
-    An empty micro-batch becomes one row of padding, so that all ranks make the same forwards.
+    """Right-pad the rows of `micro`. An empty one becomes one row of padding, so that all ranks make the same forwards.
 
     With `keep_mask` the kept ids of the scored positions are concatenated in row-major order, which is the order of
     `mask.nonzero()`.

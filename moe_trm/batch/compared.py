@@ -14,7 +14,7 @@ from moe_trm.types import RewardedSample, RolloutRecord
 
 
 def rewarded_samples(name: str, samples: Sequence[RolloutRecord]) -> tuple[RewardedSample, ...]:
-    """What the advantage estimator `name` compares of accepted samples, in their order.
+    """The fields of accepted samples that the advantage estimator `name` compares, in their order.
 
     Raises:
         ControllerError: a sample lacks what the estimator reads.

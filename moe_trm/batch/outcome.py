@@ -30,12 +30,8 @@ def outcome_advantages(
 ) -> Array:
     """The advantage of each row under the estimator `name`, `[N]` float64. Raises `ConfigError` for an unknown name.
 
-    Args:
-        rewards, group_ids: `[N]` reward and prompt of each row.
-        num_tokens: `[N]` sampled tokens of each row.
-        normalize_std: for `grpo` and `pass_at_k`.
-        lone: what a sample gets that is alone in its group; None: as in `ADVANTAGES`.
-        baselines: `[N]` reward of the greedy answer to each row's prompt, for `remax` alone.
+    `normalize_std` is for `grpo` and `pass_at_k`. `lone`: what a sample gets that is alone in its group; None: as in
+    `ADVANTAGES`. `baselines`: `[N]` reward of the greedy answer to each row's prompt, for `remax` alone.
     """
     if name == REMAX:
         assert baselines is not None, "remax reads the rewards of greedy answers"

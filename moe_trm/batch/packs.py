@@ -12,16 +12,12 @@ from moe_trm.batch.partition import Bin
 
 
 def pack(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[Bin]]:
-    """Cut rows into packs: `result[rank][i]` are the rows of one, longest first.
+    """Cut rows of `lengths` tokens into packs of at most `budget`: `result[rank][i]` are the rows of one, longest
+    first.
 
     Every rank has the same number of packs, the fewest at which the longest row goes to the emptiest pack in turn and
     all stay under the budget. Packs that different ranks compute at the same time have like numbers of tokens. The
     last ones may be empty.
-
-    Args:
-        lengths: tokens of each row, all at most `budget`.
-        num_ranks: data-parallel ranks.
-        budget: tokens of a pack at most.
     """
     assert all(0 < length <= budget for length in lengths), "every row fits into a pack"
     num_packs = max(1, -(-sum(lengths) // (budget * num_ranks)))

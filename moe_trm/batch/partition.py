@@ -1,9 +1,7 @@
 """Rows of unlike lengths as micro-batches under a budget of padded tokens, shared evenly by data-parallel ranks.
 
-Pure integers.
-
 A micro-batch costs its number of rows times its longest row. Ranks wait for each other (for the gradient, and with
-expert parallelism in every micro-batch), so what counts is the most loaded one.
+expert parallelism in every micro-batch), so what counts is the most loaded one. Pure integers.
 """
 
 from __future__ import annotations
@@ -23,18 +21,12 @@ More micro-batches than the minimum are made only until the ratio is below this.
 
 
 def partition(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[Bin]]:
-    """Cut rows into micro-batches: `result[rank][i]` are the rows of one.
+    """Cut rows of `lengths` tokens into micro-batches: `result[rank][i]` are the rows of one, at most `budget` padded
+    tokens.
 
-    Every rank has the same number of micro-batches; the last ones may be empty.
-
-    Rows are sorted by length and cut into runs, so that little is padded. The number of micro-batches is the smallest
-    that the budget allows, or a little more where that balances the ranks. For that number, the largest micro-batch is
-    as small as possible.
-
-    Args:
-        lengths: tokens of each row, all at most `budget`.
-        num_ranks: data-parallel ranks.
-        budget: rows times longest row of a micro-batch at most.
+    Every rank has the same number of micro-batches; the last ones may be empty. Rows are sorted by length and cut into
+    runs, so that little is padded. The number of micro-batches is the smallest that the budget allows, or a little more
+    where that balances the ranks. For that number, the largest micro-batch is as small as possible.
     """
     assert all(0 < length <= budget for length in lengths), "every row fits into a micro-batch"
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])

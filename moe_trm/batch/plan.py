@@ -34,7 +34,8 @@ def plan_step(
     whole_groups: bool = False,
     packed: bool = False,
 ) -> list[list[MiniBatch]]:
-    """Cut one step's rows into `plan[data_rank][minibatch]`.
+    """Cut one step's rows into `plan[data_rank][minibatch]`. Raises `ControllerError` for a row above
+    `micro_batch_tokens`.
 
     Samples with all their rows are shuffled into minibatches, or with `whole_groups` the prompts with all their
     samples. The ranks share each minibatch by rows, so that those of one sample may be on several. With
@@ -43,9 +44,6 @@ def plan_step(
     of tokens, and `micro_batch_tokens` counts tokens without padding (`batch.packs`). Every rank gets the same number
     of micro-batches: the last ones may be empty. No minibatch is: where samples, or prompts, are fewer than
     `minibatches`, each of them is one.
-
-    Raises:
-        ControllerError: a row longer than `micro_batch_tokens`.
     """
     units = _together(rows, (lambda row: row.record.group_id) if whole_groups else (lambda row: row.record.sample_id))
     order = np.random.default_rng((seed, step)).permutation(len(units))

@@ -14,7 +14,7 @@ import msgspec
 
 from moe_trm.checkpoint.differences import Change, differences
 from moe_trm.errors import RunError
-from moe_trm.report import changed_settings, lost_servers, run_end
+from moe_trm.report import run_end, run_tables
 from moe_trm.report.run import CHOICES
 from moe_trm.runtime.lock import held_alone
 from moe_trm.runtime.patience import patient
@@ -28,25 +28,20 @@ _FILES = (
     "config.json",
     CHOICES,
     "metrics.jsonl",
-    lost_servers.FILE,
-    changed_settings.FILE,
+    run_tables.SERVERS_FILE,
+    run_tables.CHANGES_FILE,
     run_end.FILE,
     "report.html",
     "transcripts",
 )
-"""What the history of a run consists of, beside its checkpoints and the logs of its processes."""
+"""Files of a run's history, beside its checkpoints and the logs of its processes."""
 
 
 def is_done(run_dir: Path, now: Mapping[str, Any]) -> bool:
-    """True where nothing is left to do: the run has finished with these very settings.
+    """True where nothing is left to do: the run has finished with `now`, these very settings.
 
-    Args:
-        run_dir: folder of the run.
-        now: `Config.dump()` of this start.
-
-    Raises:
-        RunError: the start would rewrite a finished run, or go on with other settings without
-            `checkpoint.allow_changes`.
+    Raises `RunError` where the start would rewrite a finished run, or go on with other settings without
+    `checkpoint.allow_changes`.
     """
     settings, end = now["checkpoint"], run_end.read_end(run_dir)
     if settings["resume"] == "never" or not has_steps(run_dir):
@@ -93,7 +88,7 @@ def has_steps(run_dir: Path) -> bool:
 
 
 def changes_since(run_dir: Path, now: Mapping[str, Any]) -> list[Change]:
-    """What differs from the last start in this folder; nothing where there was none that can be read."""
+    """Differences from the last start in this folder; none where there was none that can be read."""
     try:
         saved = json.loads((run_dir / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -106,13 +101,8 @@ def begin(
 ) -> list[Change]:
     """Write the settings of this start, and what they change; returns the changes. Only one rank may.
 
-    A run that begins anew sets aside what an earlier one left.
-
-    Args:
-        run_dir: folder of the run.
-        now: `Config.dump()` of this start.
-        first_step: the step after which it goes on; 0: it begins anew.
-        branched: settings of the checkpoint that it goes on from, where that is another run's.
+    A run that begins anew (after `first_step` 0) sets aside what an earlier one left. `branched`: settings of the
+    checkpoint that it goes on from, where that is another run's.
     """
     if first_step == 0 and has_steps(run_dir):
         _set_aside(run_dir)
@@ -121,7 +111,7 @@ def begin(
         changes = differences(branched, now) if branched is not None else changes_since(run_dir, now)
     for change in changes:
         line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
-        with (run_dir / changed_settings.FILE).open("ab") as file:
+        with (run_dir / run_tables.CHANGES_FILE).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
     write_private(run_dir / "config.json", f"{json.dumps(now, indent=2)}\n".encode())
     return list(changes)

@@ -2,10 +2,8 @@
 
 A rank holds a box of a global tensor: its tensor-parallel share, usually all of it. Its share of the optimizer's state
 is a range of the flattened box. Both are saved with the values, so a reader on any layout can assemble the global
-tensor.
-
-One safetensors file per rank. Its metadata has one JSON list under `pieces`; entry `i` describes the 1-D tensor named
-`i`.
+tensor. There is one safetensors file per rank. Its metadata has one JSON list under `pieces`; entry `i` describes the
+1-D tensor named `i`.
 """
 
 from __future__ import annotations
@@ -92,14 +90,9 @@ class PieceReader:
         return sorted(name for name in self._found if name.startswith(prefix))
 
     def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """The whole tensor `name`.
+        """The whole tensor `name`, of the required `shape` if one is given.
 
-        Args:
-            name: as the ranks named it.
-            shape: the required shape; None accepts any.
-
-        Raises:
-            CheckpointError: no such tensor, another shape, or elements that no rank saved.
+        Raises `CheckpointError` for no such tensor, another shape, or elements that no rank saved.
         """
         pieces = self._found.get(name)
         if not pieces:

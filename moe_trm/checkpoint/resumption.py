@@ -28,16 +28,11 @@ RunState = Mapping[str, Any]
 class Checkpoints:
     """The checkpoints of one run. Every rank makes one, at the same point; all calls but `close` are collective.
 
-    Args:
-        config: the run's configuration.
-        run_dir: its folder, which all ranks must see.
-        interruption: whether this process was asked to stop.
-        restarted: this rank replaces one that failed. One such rank is enough for the run to go on from its newest
-            checkpoint, whatever `checkpoint.resume` says.
+    `run_dir` must be seen by all ranks. `restarted`: this rank replaces one that failed. One such rank is enough for
+    the run to go on from its newest checkpoint, whatever `checkpoint.resume` says.
 
-    Raises:
-        CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be
-            written.
+    Raises `CheckpointError` where `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or
+    none can be written.
     """
 
     def __init__(self, config: Config, run_dir: Path, interruption: Interruption, *, restarted: bool = False) -> None:
@@ -72,10 +67,7 @@ class Checkpoints:
     def end_step(self, step: int, learner: Resumable, capture: Callable[[], RunState]) -> bool:
         """Save and export what is due after `step`; whether the run stops here.
 
-        Args:
-            step: just finished.
-            learner: what to save.
-            capture: the state of the other parts; called on every rank when a checkpoint is due, used on the first.
+        `capture`: the state of the other parts; called on every rank when a checkpoint is due, used on the first.
         """
         settings, last = self._config.checkpoint, step == self._config.train.steps
         stop = self._peers.any(bool(self._interruption.requested)) and not last

@@ -34,14 +34,10 @@ class Contents:
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time; every rank has one and starts the same checkpoints.
+    """Writes one checkpoint at a time; every rank has one and starts the same checkpoints. The newest `keep` stay.
 
-    A checkpoint that any rank could not write is removed again, and the older ones stay.
-
-    Args:
-        folder: where checkpoints go; all ranks must see it.
-        peers: used by the thread alone.
-        keep: how many to keep.
+    A checkpoint that any rank could not write is removed again. All ranks must see `folder`. `peers` are used by the
+    thread alone.
     """
 
     def __init__(self, folder: CheckpointFolder, peers: Peers, keep: int) -> None:

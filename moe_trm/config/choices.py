@@ -42,12 +42,8 @@ MACHINE = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One `auto` that became a value.
-
-    Attributes:
-        key: dotted.
-        value: what it became.
-        reason: why, and what another value would lose, in one sentence.
+    """One `auto` that became a value: its dotted key, the value, and why, with what another would lose, in one
+    sentence.
     """
 
     key: str
@@ -85,11 +81,10 @@ def settle_here(
     Settings of a learner or a server that this run does not have stay as they are.
 
     Args:
-        config: as it was loaded.
         cuda: whether this machine has a device.
-        transformer_engine: whether Transformer Engine can be imported; asked only where that decides.
-        known_model: whether the checkpoint is of a family in `moe_trm.models`; asked only where that decides.
-        layout_so_far: `batch.layout` of the checkpoint that the run goes on from, None where it begins anew; likewise.
+        transformer_engine: whether Transformer Engine can be imported; asked only where that decides, like the others.
+        known_model: whether the checkpoint is of a family in `moe_trm.models`.
+        layout_so_far: `batch.layout` of the checkpoint that the run goes on from, None where it begins anew.
     """
     choices = []
     learner, rollout, batch = config.learner, config.rollout, config.batch

@@ -62,7 +62,7 @@ def _show(path: str, overrides: list[str], *, as_json: bool) -> int:
 
 
 def _source(key: str, sources: Mapping[str, str]) -> str:
-    """Where the value comes from: it, one of its elements, or the list or mapping that holds it, was set."""
+    """The source of the value: it, one of its elements, or the list or mapping that holds it, was set."""
     inside = {source for path, source in sources.items() if path == key or path.startswith(f"{key}.")}
     if inside:
         return " and ".join(sorted(inside))

@@ -113,14 +113,11 @@ def contradictions(
     rules: Sequence[RuleFacts],
     chosen: LossFacts | None,
 ) -> Iterator[Problem]:
-    """Contradictions between corrections, the loss and `recovery`.
+    """Contradictions between corrections, the loss and `recovery`, which says what is known of the weights that
+    sampled.
 
-    Args:
-        correction: the section of the configuration.
-        loss: likewise.
-        recovery: what is known of the weights that sampled.
-        rules: those that are known, of the preset and of `correction.rules`.
-        chosen: the loss, None where it is not known.
+    `rules`: those that are known, of the preset and of `correction.rules`. `chosen`: the loss, None where it is not
+    known.
     """
     yield from _thresholds(correction)
     yield from _loss(loss, preset_of(correction), correction.preset)

@@ -46,7 +46,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=f"true with rollout.engine={name}",
             expected="false",
         )
-    if config.sync.method == "distributed" and traits.has_weights and not traits.takes_broadcasts:
+    if config.sync.method == "distributed" and traits.has_weights and not traits.broadcast_receivers:
         yield Problem(
             "sync.method",
             "this engine takes no broadcasts",

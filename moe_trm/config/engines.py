@@ -26,7 +26,8 @@ class EngineTraits:
         samples_live: it samples anew; else it gives back the recording in `rollout.bundle`.
         records_routes: its records can have the experts of every token.
         records_masks: its records can have the support that each token was sampled from.
-        takes_broadcasts: weights can reach it by `sync.method=distributed`.
+        broadcast_receivers: how many receive what a learner rank broadcasts by `sync.method=distributed`: the server's
+            ranks, and where they do not say what they received, a witness beside the controller. 0: it takes none.
         has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
         lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).
@@ -43,7 +44,7 @@ class EngineTraits:
     samples_live: bool = True
     records_routes: bool = True
     records_masks: bool = True
-    takes_broadcasts: bool = False
+    broadcast_receivers: int = 0
     has_servers: bool = False
     lends_memory: bool = True
     awaits_weights: bool = False
@@ -56,7 +57,7 @@ class EngineTraits:
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     {
         DEFAULT: EngineTraits(
-            takes_broadcasts=True,
+            broadcast_receivers=2,
             has_servers=True,
             awaits_weights=True,
             scores_tokens=True,
@@ -65,6 +66,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             rules="moe_trm.rollout.sglang.server_flags:refusals",
         ),
         "vllm": EngineTraits(
+            broadcast_receivers=1,
             has_servers=True,
             lends_memory=False,
             awaits_weights=True,

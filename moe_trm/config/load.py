@@ -53,10 +53,9 @@ class Resolved:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read, override, validate, settle. Settings without effect are logged as warnings.
 
-    Args:
-        path: YAML file.
-        overrides: `section.key=value`, the value in YAML: `replay.mode=R3`, `optimizer.betas.1=0.99`,
-            `correction.rules=[{name: trm_max}]`. Later ones win.
+    `overrides` are `section.key=value`, the value in YAML: `replay.mode=R3`, `optimizer.betas.1=0.99`,
+    `correction.rules=[{name: trm_max}]`. Later ones win.
+
     Raises:
         ConfigError: no such file, or not YAML.
         InvalidConfigError: unknown keys, bad values, malformed overrides and impossible combinations, all of them at

@@ -164,7 +164,7 @@ def _masked(
 def _with_disagreement(
     decision: RowDecision, evidence: Evidence, divergence: str, kept_by: Callable[[str], Tensor]
 ) -> RowDecision:
-    """Where both divergences are known: the share of rows that only one of them would keep.
+    """Add the share of rows that only one of the divergences would keep, where both are known.
 
     The decision is by `divergence`; `kept_by` decides by the other one.
     """

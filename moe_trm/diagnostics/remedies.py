@@ -19,12 +19,7 @@ NAME, RATIO = re.compile(r"name: (\w+)"), re.compile(r"ratio: (\w+)")
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to change.
-
-    Attributes:
-        config: settings as typed on the command line, one or several.
-        words: the same as a command, in words.
-    """
+    """A change: settings as typed on the command line, and the same as a command in words."""
 
     config: str
     words: str
@@ -42,7 +37,7 @@ SNAPSHOT = Remedy("pipeline.behavior=snapshot", "find the cause first")
 ONE_UPDATE = Remedy("learner.minibatches=1", "make fewer updates of a batch")
 ONE_EPOCH = Remedy("learner.epochs=1", "go over a batch once")
 WEIGHED = Remedy("correction.preset=decoupled_token_is", "weigh tokens by proximal / rollout, up to a cap")
-"""What kept stale training going in docs/evidence.md."""
+"""The change that kept stale training going in docs/evidence.md."""
 GEOMETRIC_AND_TOKENS = Remedy("correction.preset=decoupled_geo_rs_token_tis", "judge rows by a mean and weigh tokens")
 NO_RULES = Remedy("correction.rules=[]", "leave them out")
 TRUST_REGION = Remedy(

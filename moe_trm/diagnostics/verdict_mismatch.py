@@ -346,7 +346,7 @@ def _old_and_free(seen: Seen) -> bool:
 
 
 def _cause(seen: Seen, part: str, settings: Settings) -> tuple[Remedy, ...]:
-    """What acts on the part itself, the first that applies first."""
+    """Changes that act on the part itself, best first."""
     if part == "lag":
         age = int(seen.get("rollout/age_max", 0.0))
         younger = (remedies.younger(settings, age),) if age >= 2 else ()

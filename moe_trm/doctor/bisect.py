@@ -42,7 +42,7 @@ BOUNDS = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.06}
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a hidden state of the rollout engine is from the learner's: `|a - b| / |b|` over all tokens."""
+    """Distance of a hidden state of the rollout engine from the learner's: `|a - b| / |b|` over all tokens."""
 
     name: str
     relative: float

@@ -36,10 +36,9 @@ def try_task(config: Config) -> None:
 
     Prompts that leave no room for an answer are counted and named in a warning.
 
-    Raises:
-        CheckpointError: a tokenizer or a chat template that does not fit.
-        ConfigError: prompts that cannot be read; a function that cannot be loaded, that fails, takes too long, or
-            returns no number, on every prompt that is tried.
+    Raises `CheckpointError` for a tokenizer or a chat template that does not fit, `ConfigError` for prompts that cannot
+    be read, and for a function that cannot be loaded, fails, takes too long, or returns no number, on every prompt
+    tried.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     for line in too_long(task, config.rollout, config.eval):

@@ -29,12 +29,8 @@ HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "quantization": 
 
 @dataclass
 class Examination:
-    """The findings of the doctor.
-
-    Attributes:
-        checks: in order.
-        finding: the cause of the engines' mismatch; None when it was not measured.
-        advice: settings to change, as typed on the command line.
+    """The doctor's checks in order, the cause of the engines' mismatch (None when it was not measured), and the
+    settings to change, as typed on the command line.
     """
 
     checks: list[Check] = field(default_factory=list)

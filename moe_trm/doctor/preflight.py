@@ -59,7 +59,7 @@ def _settled_here(config: Config) -> tuple[Config, tuple[Choice, ...], list[Prob
 
 
 def _packs(checkpoint: str) -> bool:
-    """Whether packs of this model are right. One that cannot be read is refused later, with the reason."""
+    """True where packs of this model are right. One that cannot be read is refused later, with the reason."""
     try:
         return keeps_packs_apart(read_hf_config(checkpoint))
     except CheckpointError:

@@ -37,7 +37,7 @@ def attached(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
 
 
 def known_difference(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
-    """What is known beforehand to differ between the model of `checkpoint` and the one that this engine serves."""
+    """Known differences between the model of `checkpoint` and the one that this engine serves."""
     with suppress(CheckpointError):  # the checks before this one have told it
         if rollout.traits.has_servers and (remark := backend_of(rollout.engine).remark(Path(checkpoint))):
             yield Check("served model", "warn", remark, "docs/models.md says how far log-probs are apart")

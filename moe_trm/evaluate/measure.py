@@ -47,15 +47,10 @@ class Evaluation:
 
 
 def evaluate(config: Config, weights: Path, by: str, scratch: Path, log: Path) -> Evaluation:
-    """Measure the policy that `weights` make.
+    """Measure the policy of a Hugging Face folder. Of `config` the task, the evaluation and the rollout side are read.
 
-    Args:
-        config: of a run; only the task, the evaluation and the rollout side are read.
-        weights: a Hugging Face folder.
-        by: name of the configured engine: its servers, or one that is started; `LEARNER`: transformers, in
-            `learner.dtype`.
-        scratch: a folder for the weights in the engine's dtype.
-        log: where the output of a started server goes.
+    `by` names the configured engine (its servers, or one that is started), or is `LEARNER`: transformers, in
+    `learner.dtype`. `scratch` is for the weights in the engine's dtype, `log` for the output of a started server.
 
     Raises:
         ConfigError: nothing to evaluate on.

@@ -25,12 +25,10 @@ from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, Se
 
 
 class OwnPolicy:
-    """`RolloutEngine` in this process. Its records have neither routes nor masks.
+    """`RolloutEngine` in this process, with the learner's dtype. Its records have neither routes nor masks.
 
-    Args:
-        dtype: of the learner.
-        seed: of sampled answers: the same requests in the same order have the same answers.
-        max_positions: tokens of a sequence at most; None: no limit.
+    The same requests in the same order have the same answers under one `seed`. `max_positions`: tokens of a sequence at
+    most; None: no limit.
     """
 
     traits = EngineTraits(records_routes=False, records_masks=False)

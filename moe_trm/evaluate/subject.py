@@ -27,7 +27,7 @@ class Target:
 
     @property
     def folder(self) -> Path:
-        """Where results of its evaluation go by default."""
+        """The default folder for results of its evaluation."""
         return self.run.path / "eval" if self.run is not None else Path()
 
 
@@ -35,11 +35,8 @@ def find_target(path: Path, step: int | None, scratch: Path) -> Target:
     """The weights in `path`: a run folder, one of its `step-NNNNNN` folders, or a Hugging Face folder.
 
     A run has those after `step`. None: the final ones, else those of its newest checkpoint. A checkpoint for training
-    becomes a Hugging Face folder in `scratch`.
-
-    Raises:
-        RunError: nothing to evaluate in `path`, or not after that step.
-        CheckpointError: weights that are damaged or missing.
+    becomes a Hugging Face folder in `scratch`. Raises `RunError` for nothing to evaluate there, or not after that step,
+    `CheckpointError` for weights that are damaged or missing.
     """
     config = plain_config(path)
     if (path / "manifest.json").is_file() and config is None:

@@ -18,12 +18,10 @@ from moe_trm.report.run import Run, read_run
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm's runs.
+    """An arm's finished runs by seed, the states of all its runs, and by who answered the evaluations of each finished
+    run.
 
-    Attributes:
-        runs: the finished ones by seed. Failed and unfinished ones are in no figure, and are counted beside it.
-        states: of all its runs.
-        evaluations: of the final weights, by who answered: the metrics of each finished run.
+    Failed and unfinished runs are in no figure, and are counted beside it.
     """
 
     name: str

@@ -41,8 +41,8 @@ class ExperimentFile(Section):
     primary_metric: str
     """The metric that decides, e.g. `eval/accuracy`. All others are shown beside it."""
     evaluations: tuple[str, ...] = ()
-    """Who answers the held-out prompts with each run's final weights, by `moe-trm eval`: an engine with servers by its
-    name, e.g. `sglang`, or `learner`."""
+    """Engines that answer the held-out prompts with each run's final weights, by `moe-trm eval`: names of engines with
+    servers, e.g. `sglang`, or `learner`."""
     ranks: Positive | None = None
     """Learner ranks of a run; none: the fewest that hold the model."""
     run_dir: str = "runs"

@@ -19,12 +19,8 @@ _STOPPED = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 def ending(status: int, folder: Path, log: str, *, steps: int, metric: str) -> tuple[State, str]:
     """The state of a run after its process, and the reason unless it finished.
 
-    Args:
-        status: exit status of the process, negative of a signal that killed it.
-        folder: the run directory.
-        log: what the process wrote.
-        steps: that the run has to make.
-        metric: that decides, which the run has to have measured.
+    `status` is the exit status, negative of a signal that killed it. To finish, the run has to have made all `steps`
+    and measured `metric`, which decides.
     """
     if (number := _signal(status)) is not None:
         return "stopped", f"ended by {number} after step {steps_of(folder)}"

@@ -21,21 +21,15 @@ Flat = dict[str, Any]
 
 
 class Fixed:
-    """The settings of an experiment as its folder holds them.
+    """The settings of an experiment as its folder holds them (`saved`; None: it has not begun).
 
     After the first run two things may change, and both are kept with their date:
 
-    - an arm of which no run has begun, such as a threshold that was calibrated meanwhile;
+    - an arm of which no run has `begun`, such as a threshold that was calibrated meanwhile;
     - settings that a newer version of this package added, where every arm has them at their default.
 
-    Args:
-        settings: all of them, resolved, as they are now (`Plan.settings`).
-        saved: content of the folder's file; None: the experiment has not begun.
-        begun: arms of which a run has begun.
-        where: the folder, for errors.
-    Raises:
-        ConfigError: anything else has changed, or the file is of another format.
-        RunError: the file is damaged.
+    Raises `ConfigError` where anything else of `settings` (`Plan.settings`) has changed, or the file is of another
+    format, `RunError` where it is damaged.
     """
 
     def __init__(self, settings: Mapping[str, Any], saved: bytes | None, begun: Collection[str], where: Path) -> None:

@@ -47,12 +47,8 @@ CURVES = (
 def write(
     plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], changes: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Path, Path]:
-    """Write `report.html` and `table.md` in the experiment's folder.
-
-    Args:
-        plan, arms: what ran.
-        about: when and where.
-        changes: of arms, after the first run (`Fixed.changes`).
+    """Write `report.html` and `table.md` in the experiment's folder. `about`: when and where. `changes`:
+    `Fixed.changes`.
     """
     made = tables(plan, arms, changes)
     page, table = plan.folder / PAGE, plan.folder / TABLE

@@ -54,13 +54,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """The runs, their folder, and the metric that decides.
+    """The runs of an experiment's file and their folder, with the resolved configuration of each arm, of its first
+    seed.
 
-    Attributes:
-        file: the experiment's file.
-        folder: where everything goes.
-        runs: seed by seed, so that what is done after any number of runs can be compared.
-        configs: the resolved configuration of each arm, of its first seed.
+    Runs are seed by seed, so that what is done after any number of them can be compared.
     """
 
     file: ExperimentFile
@@ -89,12 +86,8 @@ def check_run(config: Config, ranks: int) -> None:
 def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_run) -> ExperimentPlan:
     """Read the file, resolve every arm, and refuse what cannot run or cannot be compared.
 
-    Args:
-        path: the experiment's file.
-        folder: where everything goes; None: `run_dir/name` of the file.
-        check: of each arm's first run.
-    Raises:
-        ConfigError: everything that is wrong with the file, the arms or this machine, as far as it can be told at once.
+    `folder` is where everything goes; None: `run_dir/name` of the file. `check` is made of each arm's first run. Raises
+    `ConfigError` with all that is wrong with the file, the arms or this machine, as far as it can be told at once.
     """
     file = read_file(path)
     folder = folder or Path(file.run_dir) / file.name

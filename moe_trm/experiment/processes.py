@@ -87,12 +87,8 @@ def alone(folder: Path) -> AbstractContextManager[None]:
 def left_to_run(
     plan: ExperimentPlan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
 ) -> list[PlannedRun]:
-    """The runs that have not ended, in the order of the plan.
-
-    Args:
-        plan, states: what there is, and how far it is.
-        retry_failed: those that failed too.
-        only: arms; none: all.
+    """The runs that have not ended, in the order of the plan: of the arms `only` if there are any, failed ones if
+    retried.
     """
     ended = ("finished",) if retry_failed else ("finished", "failed")
     arms = only or tuple(plan.file.arms)
@@ -108,17 +104,9 @@ def run_all(
     made_of: Stages = stages,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Run what is left; every change of state is written before anything else happens.
+    """Run what is left, `jobs` at a time; every change of state is written before anything else happens.
 
-    Args:
-        plan: what runs.
-        states: of this plan.
-        left: the runs, of `left_to_run`; the reasons of earlier ends stay in the books.
-        jobs: runs at a time.
-        made_of: the processes of a run.
-        say: prints a line for the user.
-    Returns:
-        The signal that asked to stop, 0 when no run is left.
+    The reasons of earlier ends stay in the books. Returns the signal that asked to stop, 0 when no run is left.
     """
     waiting = list(left)
     stop, started = StopSignal(), dict[str, RunProcess]()

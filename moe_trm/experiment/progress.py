@@ -54,16 +54,12 @@ class RunState(msgspec.Struct, kw_only=True):
 
 
 class States:
-    """The states of a plan's runs in its folder.
+    """The states of a plan's runs in its folder, and in `fixed` its settings and what changed in arms that had not
+    begun.
 
     A folder of other settings is refused with what changed (`Fixed`). A run that the files call running was killed
-    together with its experiment.
-
-    Attributes:
-        fixed: the settings, and what changed in arms that had not begun.
-    Raises:
-        ConfigError: the folder holds other settings, another experiment or files of another version.
-        RunError: the files are damaged.
+    together with its experiment. Raises `ConfigError` where the folder holds other settings, another experiment or
+    files of another version, `RunError` where the files are damaged.
     """
 
     def __init__(self, plan: ExperimentPlan) -> None:

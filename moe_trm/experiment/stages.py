@@ -46,5 +46,5 @@ def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
 
 
 def result_of(plan: ExperimentPlan, run: str, by: str) -> Path:
-    """Where the final evaluation of a run is."""
+    """The folder of the final evaluation of a run."""
     return plan.folder / run / "eval" / f"final-{short_name(by)}.json"

@@ -15,7 +15,7 @@ from moe_trm.experiment.comparison import comparisons
 from moe_trm.experiment.fixed import changed_later
 from moe_trm.experiment.plan import ExperimentPlan
 from moe_trm.report.charts import matching
-from moe_trm.report.html import text
+from moe_trm.report.html import section, table, text
 from moe_trm.report.intervals import around_mean
 from moe_trm.report.scale import short
 
@@ -61,17 +61,12 @@ class Table:
         return "\n".join([f"## {self.title}", "", self.note, "", *(lines if self.rows else ["None."])])
 
     def html(self) -> str:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
-        rows = "".join(
+        rows = (
             f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in rest)}</tr>'
             for first, *rest in self.rows
         )
-        body = (
-            f'<div class="wide"><table class="rows"><tr>{head}</tr>{rows}</table></div>'
-            if self.rows
-            else "<p>None.</p>"
-        )
-        return f'<section><h2>{escape(self.title)}</h2><p class="note">{escape(self.note)}</p>{body}</section>'
+        body = table(self.head, rows) if self.rows else "<p>None.</p>"
+        return section(self.title, f'<p class="note">{escape(self.note)}</p>{body}')
 
 
 def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]] = ()) -> list[Table]:

@@ -30,16 +30,9 @@ def lora_of(manifest: Manifest) -> LoraConfig:
 def saved_factors(
     reader: PieceReader, hf: Mapping[str, Any], source: HfCheckpoint, learner: LearnerConfig
 ) -> dict[str, Tensor]:
-    """The float32 masters of every factor, by `factor_name`.
+    """The float32 masters of every factor, by `factor_name`, from a checkpoint of either learner in any layout.
 
-    Args:
-        reader: of a checkpoint of either learner, in any layout.
-        hf: config.json of the model.
-        source: the checkpoint that the run started from.
-        learner: backend and adapters of the run.
-
-    Raises:
-        CheckpointError: a factor that is missing.
+    `source` is the checkpoint that the run started from. Raises `CheckpointError` for a factor that is missing.
     """
     modules = adapted_modules(modules_of(hf, source.names), learner.lora, hf)
     if learner.backend == "deepspeed":
@@ -63,16 +56,11 @@ def merged_tensors(
 
 
 def export_adapter(checkpoint: Path, out: Path, *, model: Path | None = None) -> Path:
-    """Write the adapter of `checkpoint` as a folder that peft loads, in the learner's dtype, and return the folder.
+    """Write the adapter of a `step-NNNNNN` folder as a new folder that peft loads, in the learner's dtype, and return
+    it.
 
-    Args:
-        checkpoint: a `step-NNNNNN` folder.
-        out: the folder to write, which must not exist.
-        model: where the start checkpoint lies now; None: where the run found it.
-
-    Raises:
-        CheckpointError: `out` exists; the run trained no adapter; the checkpoint is damaged, or the start checkpoint is
-            not there.
+    `model`: where the start checkpoint lies now; None: where the run found it. Raises `CheckpointError` where `out`
+    exists, the run trained no adapter, the checkpoint is damaged, or the start checkpoint is not there.
     """
     if out.exists():
         raise CheckpointError(

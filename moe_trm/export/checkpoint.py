@@ -34,7 +34,8 @@ def export_checkpoint(
     loss: ChangeLoss | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write the weights of `checkpoint` as a Hugging Face folder, and return the folder.
+    """Write the weights of a `step-NNNNNN` folder as a new Hugging Face folder, which appears when complete, and return
+    it.
 
     They are those that the learner itself would have exported at that step, bit for bit. Adapters are merged: equal up
     to the rounding of a float32 product. What was not trained is as in the checkpoint that the run started from: a
@@ -42,16 +43,13 @@ def export_checkpoint(
     one's, too.
 
     Args:
-        checkpoint: a `step-NNNNNN` folder.
-        out: the folder to write, which must not exist; it appears when it is complete.
         model: where the start checkpoint lies now; None: where the run found it.
         published: write tensors in the form of the start checkpoint; else in the learner's dtype (`ExportForm`).
         loss: counts what a published form loses of the training.
         shard_bytes: of one file at most, apart from a larger tensor; they are held until it is written.
 
-    Raises:
-        CheckpointError: `out` exists; the checkpoint is damaged or of another format; the start checkpoint is not
-            there, or is another model's.
+    Raises `CheckpointError` where `out` exists, the checkpoint is damaged or of another format, or the start checkpoint
+    is not there, or another model's.
     """
     if out.exists():
         raise CheckpointError(

@@ -54,7 +54,7 @@ class RunFolder:
 
     @property
     def final(self) -> Path:
-        """Where a run that came to its end leaves its weights (`train.export`)."""
+        """The folder of the weights of a finished run (`train.export`)."""
         # `train.export` knows nothing of `checkpoint.dir`.
         return self.path / "checkpoints" / FINAL
 

@@ -19,18 +19,15 @@ KEPT_BYTES = 2000
 async def run_command(
     command: Sequence[str], environment: Mapping[str, str], *, mark: str, limit_s: float, max_output_bytes: int
 ) -> None:
-    """Run a command until it ends, then end what it left behind.
+    """Run a command until it ends, then end what it left behind. No shell reads it.
 
     Args:
-        command: program and arguments; no shell reads them.
         environment: all of its environment.
         mark: `NAME=VALUE` of `environment`, which no other process has. By it, children are found that left the group.
-        limit_s: longest that it may take.
         max_output_bytes: most that it may print. The output is read and forgotten, but for its end.
 
-    Raises:
-        FunctionFailed: `error` (another exit status than 0), `crash` (ended by a signal, or never started), `timeout`,
-            or `output` (more than it may print), with the end of its output.
+    Raises `FunctionFailed`: `error` (another exit status than 0), `crash` (ended by a signal, or never started),
+    `timeout` (after `limit_s`), or `output` (more than it may print), with the end of its output.
     """
     output = _Output(max_output_bytes)
     started = asyncio.ensure_future(_start(command, environment, output))

@@ -11,12 +11,10 @@ SIZE = _CELL.size
 
 
 class CurrentCall:
-    """One cell: the number of the running call and its start.
+    """One cell: the number of the running call and its start, by `time.monotonic`, which all processes of a machine
+    share.
 
-    The clock is `time.monotonic`, which all processes of a machine share.
-
-    Args:
-        descriptor: of a file of `SIZE` bytes, open in both processes.
+    `descriptor`: of a file of `SIZE` bytes, open in both processes.
     """
 
     def __init__(self, descriptor: int) -> None:

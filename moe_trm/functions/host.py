@@ -18,11 +18,8 @@ from moe_trm.runtime.child import Answerer, ChildEnded
 class FunctionHost:
     """One process that runs one function; started by the first call, and again after one that had to be ended.
 
-    Args:
-        function: its name, as in `load_function`.
-        adapter: name of the function that makes a `Hosted` of it.
-        key: where the name stands in the configuration.
-        limit_s: longest a call may take.
+    `adapter` names the function that makes a `Hosted` of it, `key` where its own name stands in the configuration. A
+    call takes at most `limit_s`.
     """
 
     def __init__(self, function: str, *, adapter: str, key: str, limit_s: float) -> None:
@@ -41,17 +38,11 @@ class FunctionHost:
         return self._process.traits.place if self._process is not None else self._settings.function
 
     async def call(self, payload: Any, answers: Callable[[], Answerer] | None = None) -> Any:
-        """Call the function with `payload` and return its value.
+        """Call the function with plain data and return its value. One call at a time, unless the function is
+        `concurrent`.
 
-        One call at a time, unless the function is `concurrent`.
-
-        Args:
-            payload: plain data.
-            answers: makes the answerer of this call, a new one whenever the call is repeated.
-
-        Raises:
-            FunctionFailed: see there.
-            Exception: whatever the answerer raised, but `Refused`.
+        `answers` makes the answerer of this call, a new one whenever the call is repeated. Raises `FunctionFailed`, and
+        whatever the answerer raised but `Refused`.
         """
         while True:
             process = await self._running()

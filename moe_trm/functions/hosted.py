@@ -13,7 +13,7 @@ from moe_trm.runtime.child_service import Asker
 
 
 class FunctionSettings(msgspec.Struct, frozen=True):
-    """What a function's process is told at its start.
+    """Settings of a function's process.
 
     `function` and `adapter` are names for `load_function`; `key` is where `function` stands in the configuration;
     `limit_s` is the longest that a call may take.
@@ -26,7 +26,7 @@ class FunctionSettings(msgspec.Struct, frozen=True):
 
 
 class FunctionTraits(msgspec.Struct, frozen=True):
-    """What a process says of its function once it is loaded.
+    """Traits of a loaded function.
 
     `batched`: it takes lists. `concurrent`: several calls may be open at once. `place`: its file and line.
     """

@@ -19,13 +19,7 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function called `package.module:function` or `path/to/file.py:function`.
 
     Modules are looked for in the working directory first, as `python -m` does; a file's own folder is importable to it.
-
-    Args:
-        name: as in the configuration.
-        key: the configuration key, for the text of an error.
-
-    Raises:
-        ConfigError: no such module, file or function, or one whose import fails.
+    Raises `ConfigError`, naming the configuration's `key`, for no such module, file or function, or a failing import.
     """
     place, _, attribute = name.rpartition(":")
     try:

@@ -28,12 +28,7 @@ class _Late(Exception):
 class FunctionService:
     """Calls the function, and says in the shared cell whose code is being executed.
 
-    Args:
-        settings: what the run said of the function.
-        current: the cell.
-
-    Raises:
-        ConfigError: the function cannot be loaded.
+    Raises `ConfigError` where the function cannot be loaded.
     """
 
     def __init__(self, settings: FunctionSettings, current: CurrentCall) -> None:

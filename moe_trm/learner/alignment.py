@@ -13,7 +13,7 @@ Inner = Callable[[Sequence[Tensor], Sequence[Tensor]], float]
 
 
 class GradientAlignment:
-    """Gradient alignment control (GAC): what repeats the gradient before is kept small.
+    """Gradient alignment control (GAC): keeps small what repeats the gradient before.
 
     c = <g, p> / (|g| |p|), g the gradient of this update and p that of the one before, both before clipping. Where
     c > limit, g <- g - (1 - limit / c) <g, p> / |p|^2 p. The part of g along p is then limit / c of what it was, and
@@ -21,17 +21,10 @@ class GradientAlignment:
     and far above it where c is near 1 (at a limit of 0.1, 0.9 becomes 0.224 and 0.999 becomes 0.913). p is always a
     gradient as it came, never a corrected one. A limit of 1 measures alone.
 
-    In synchronous training consecutive gradients are nearly orthogonal; stale samples make them point the same way
-    again and again, which ratios do not show. The projection is the published idea; its thresholds are not known to us,
-    so there is one limit, and no update is skipped. Costs a copy of the gradient (of this rank's share, where the
-    optimizer is sharded) and three inner products for each update.
-    Source: GAC (arXiv 2603.01501).
-
-    Args:
-        limit: of the cosine, in (0, 1].
-
-    Attributes:
-        previous: p, flat, in the order of the gradients that are given; None before the first. A checkpoint holds it.
+    In synchronous training consecutive gradients are nearly orthogonal. Stale samples make them point the same way
+    again and again, which ratios do not show. The paper's thresholds are not known to us, so there is one limit, in (0,
+    1], and no update is skipped. Costs a copy of the gradient (`previous`, flat, kept in checkpoints) and three inner
+    products for each update; of this rank's share, where the optimizer is sharded. Source: GAC (arXiv 2603.01501).
     """
 
     def __init__(self, limit: float) -> None:

@@ -56,12 +56,8 @@ class LearnerBase:
 
     Args:
         replayer: attached to the model; None for a dense one.
-        exporter: writes weights in Hugging Face form.
-        snapshots: named copies of the weights.
-        training: saves and restores weights and optimizer.
         data: the ranks that hold different rows.
-        leads: see `Learner.leads`.
-        model_moe_layer_ids: see there; None: those of `replayer`.
+        model_moe_layer_ids: None: those of `replayer`.
         noise: on the inputs of layers in updates.
     """
 
@@ -153,15 +149,11 @@ class LearnerBase:
     def _verify(
         self, batches: Sequence[TokenBatch] = (), sources: Sequence[RouteSource] = (), look: Look | None = None
     ) -> None:
-        """Prove every replayed forward since the last call; raises `ReplayProofError`.
+        """Prove every replayed forward of `batches`, those since the last call; raises `ReplayProofError`.
 
-        The one device synchronisation of the proof. Samples beyond the bound on flips are looked at again, with the
-        live router: wrong routes stop the step, a router that has moved is counted (`ReplayReport.moved`).
-
-        Args:
-            batches: the micro-batches forwarded since the last call.
-            sources: whose routes they used.
-            look: forwards them again; None: nothing is looked at, and the bound itself stops the step.
+        The one device synchronisation of the proof. Samples beyond the bound on flips are forwarded again by `look`,
+        with the live router: wrong routes stop the step, a router that has moved is counted (`ReplayReport.moved`).
+        Without `look`, the bound itself stops the step.
         """
         if self._replayer is None:
             return

@@ -12,15 +12,7 @@ from moe_trm import summable
 
 
 class DataGroup:
-    """Collectives of the data-parallel ranks.
-
-    Args:
-        group: the process group.
-        device: where its collectives work.
-
-    Attributes:
-        device: likewise.
-    """
+    """Collectives of the data-parallel ranks, on tensors of `device`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device

@@ -8,16 +8,7 @@ from moe_trm.errors import ConfigError
 
 
 def check_routes(config: Config, architecture: str, *, is_moe: bool) -> None:
-    """Refuse replay and probes of a dense model.
-
-    Args:
-        config: the whole run.
-        architecture: of the model, for the text of an error.
-        is_moe: whether it has a mixture of experts.
-
-    Raises:
-        ConfigError: a dense model whose routes would be replayed or compared.
-    """
+    """Refuse replay and probes of a dense model with `ConfigError`, in which `architecture` is named."""
     if is_moe:
         return
     mode, reason = replay_mode(config.learner, config.replay, config.pipeline, config.correction)

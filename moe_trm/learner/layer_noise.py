@@ -41,11 +41,7 @@ class LayerNoise:
     perturbation (arXiv 2603.19470).
 
     Args:
-        layers: this rank's decoder layers by their 0-based number in the model.
-        num_layers: L.
-        settings: size at the start, and learning rate.
-        seed: of the run.
-        device: where the model lives.
+        layers: this rank's decoder layers by their 0-based number in the model, of `num_layers` (L).
         tracker: of a Megatron model, whose layers draw from its states where ranks share a sequence.
 
     Attributes:

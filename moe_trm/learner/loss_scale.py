@@ -13,9 +13,6 @@ class LossScale:
     float16 rounds values below 6e-8 to zero and has none above 65504. Dividing by a power of two is exact, so the scale
     changes no gradient within these limits. An overflow halves the scale (to 1 at least); `growth_steps` applied steps
     in a row double it.
-
-    Attributes:
-        value: the present scale.
     """
 
     def __init__(self, settings: LossScaleConfig) -> None:

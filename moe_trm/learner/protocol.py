@@ -86,7 +86,7 @@ class Learner(Resumable, Protocol):
     model_moe_layer_ids: tuple[int, ...]
     """The same of the whole model, on whatever ranks they are."""
     device: torch.device
-    """Where scores are, and what is compared with them."""
+    """The scored positions, and the values to compare scores with."""
     leads: bool
     """True on the first of the ranks that hold the same rows (shards, slices and stages of one model)."""
 
@@ -107,9 +107,8 @@ class Learner(Resumable, Protocol):
         """
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
-        """Keep the present weights in host memory under `name`, in place of an older copy.
-
-        Returns the bytes on this rank.
+        """Keep the present weights in host memory under `name`, in place of an older copy. Returns the bytes on this
+        rank.
 
         `saved`: the copy belongs to `state`, and `restore` brings it back. `rounding`: the copy holds the weights as
         the engine has them after such a push.

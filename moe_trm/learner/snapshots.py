@@ -124,12 +124,10 @@ class Snapshots:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """The model has the weights `name` inside the `with`, and afterwards, whatever happened, its own again.
+        """The model has the weights `name` inside the `with` (None: its own), and its own again afterwards, whatever
+        happened.
 
-        None: its own throughout.
-
-        Raises:
-            LearnerError: no copy of that name.
+        Raises `LearnerError` where there is no copy of that name.
         """
         if name is None:
             yield

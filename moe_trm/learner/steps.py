@@ -18,13 +18,7 @@ from moe_trm.learner.protocol import UpdateResult
 class Steps:
     """Steps under a schedule; one that is refused, or that has nothing to train, does not advance it.
 
-    Args:
-        rate: the learning rate of each step.
-        loss_scale: of a float16 model, else None.
-        alignment: of consecutive gradients, where it is measured.
-
-    Attributes:
-        steps: those that were applied.
+    `alignment` is of consecutive gradients, where it is measured. `steps` counts those that were applied.
     """
 
     def __init__(

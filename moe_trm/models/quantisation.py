@@ -1,7 +1,7 @@
 """The forms in which published checkpoints hold their weights, from config.json and the names of tensors.
 
 - `fp8`: `NAME.weight` in float8_e4m3fn, and `NAME.weight_scale_inv` with one scale for each block of
-  `weight_block_size` weights (DeepSeek-V3, Kimi-K2, Qwen3-FP8).
+  `weight_block_size` weights (DeepSeek-V3, Kimi-K2, Qwen3-FP8, MiniMax-M2).
 - `mxfp4`: `NAME_blocks`, two 4-bit floats to a byte, and `NAME_scales`, one exponent for each 32 of them (gpt-oss).
 
 A tensor without scales is held as it is, as those of `modules_to_not_convert` are. Imports no torch.
@@ -19,6 +19,8 @@ SCALE_INV = "_scale_inv"
 """The end of the name of an FP8 weight's scales, behind that of the weight."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """The ends of the names of the two parts of an MXFP4 weight, behind that of the weight."""
+_E4M3 = ("e4m3", "float8_e4m3fn")
+"""Names of one number format: DeepSeek's, and MiniMax's."""
 _DESCRIPTION = ("quant_method", "weight_block_size", "activation_scheme", "fmt")
 
 
@@ -51,7 +53,7 @@ def quantisation_of(hf: Mapping[str, Any], where: str) -> Quantisation | None:
     if method == "mxfp4":
         return Quantisation("mxfp4", dtype=dtype)
     block = tuple(map(int, described.get("weight_block_size") or ()))
-    usual = described.get("activation_scheme", "dynamic") == "dynamic" and described.get("fmt", "e4m3") == "e4m3"
+    usual = described.get("activation_scheme", "dynamic") == "dynamic" and described.get("fmt", "e4m3") in _E4M3
     if method == "fp8" and len(block) == 2 and usual:
         return Quantisation("fp8", (block[0], block[1]), described.get("scale_fmt") == "ue8m0", dtype)
     raise CheckpointError(

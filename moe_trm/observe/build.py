@@ -24,9 +24,7 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     """Open `metrics.jsonl`, the terminal output, the trackers, transcripts and the report.
 
     They are told of an error that ends the run, and closed in this order however it ends. A run that continues after
-    `first_step` keeps the lines up to it.
-
-    Raises `ConfigError` when a tracker does not start.
+    `first_step` keeps the lines up to it. Raises `ConfigError` when a tracker does not start.
     """
     path = run_dir / "metrics.jsonl"
     keep_steps(path, first_step)

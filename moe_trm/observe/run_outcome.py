@@ -13,10 +13,7 @@ from moe_trm.report.run_end import Failure, RunEnd, State, read_end, write_end
 class RunOutcome(Sink):
     """Says that the run trains, as long as it does, and then how it ended.
 
-    Args:
-        run_dir: folder of the run.
-        first_step: steps that were done before.
-        last_step: the step that completes the run.
+    `first_step` is the step after which this start goes on, `last_step` the one that completes the run.
     """
 
     def __init__(self, run_dir: Path, *, first_step: int, last_step: int) -> None:
@@ -46,12 +43,8 @@ def record_failure(
 ) -> None:
     """Write why a run ended, unless that has been said: what failed first is why the others did.
 
-    Args:
-        run_dir: folder of the run.
-        error: what was raised, or a sentence.
-        step: training step in progress; 0: that of `run.json`.
-        phase: of the step.
-        rank: of the learner that met it.
+    `error` is what was raised, or a sentence. `step` was in progress, in `phase`; 0: that of `run.json`. `rank`: of the
+    learner that met it.
     """
     so_far = read_end(run_dir)
     if so_far is None or so_far.state != "running":

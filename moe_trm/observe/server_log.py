@@ -10,20 +10,13 @@ from pathlib import Path
 import orjson
 
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.lost_servers import FILE
+from moe_trm.report.run_tables import SERVERS_FILE
 from moe_trm.types import ServerState
 
 
 @dataclass(frozen=True)
 class ServerChange:
-    """A server that went out of service or came back.
-
-    Attributes:
-        url: its address.
-        lost: True when it went.
-        seconds: time out of service so far.
-        why: what took it out of service.
-    """
+    """A server that went out of service (`lost`) or came back, the seconds out of service so far, and why it went."""
 
     url: str
     lost: bool
@@ -61,7 +54,7 @@ class ServerLog(Sink):
     """`servers.jsonl`: one object for each change, made with the first."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path, self._changes = run_dir / FILE, ServerChanges()
+        self._path, self._changes = run_dir / SERVERS_FILE, ServerChanges()
 
     def servers(self, states: Sequence[ServerState]) -> None:
         changes = self._changes.of(states)

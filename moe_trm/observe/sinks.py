@@ -50,10 +50,8 @@ class Sink:
 class JsonLines(Sink):
     """`metrics.jsonl`: one object per step, written at once so that a killed run keeps its metrics.
 
-    Non-finite values become null.
-
-    `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a run whose steps cannot be seen
-    is stopped.
+    Non-finite values become null. `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a
+    run whose steps cannot be seen is stopped.
     """
 
     def __init__(self, path: Path) -> None:

@@ -28,11 +28,8 @@ class Decoder(Protocol):
 class Transcripts(Sink):
     """Writes `RUN_DIR/transcripts/step-NNNNNN.{txt,html}` every `every` steps, and for the first step it sees.
 
-    Args:
-        run_dir: the run directory.
-        checkpoint: whose tokenizer turns ids into text; it is read when there is something to write.
-        every: steps between transcripts; rollouts: how many of them, of different prompts first.
-        decoder: instead of the checkpoint's tokenizer.
+    There are `rollouts` of them, of different prompts first. The tokenizer of `checkpoint` turns ids into text, read
+    when there is something to write, unless there is a `decoder`.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Work:
-    """What is the same for every configuration of a run: its model, the lengths of its samples, a kind of GPU."""
+    """Everything that all configurations of a run share: its model, the lengths of its samples, a kind of GPU."""
 
     hf: Mapping[str, Any]
     assumptions: Assumptions

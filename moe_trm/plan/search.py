@@ -137,7 +137,7 @@ def _longest(config: Config, work: Work) -> int:
 
 
 def _splits(cluster: Cluster, server_nodes: int | None) -> Iterator[tuple[bool, int | None, Cluster]]:
-    """Whether both sides share all GPUs, GPUs of the only server of a single node, and the cluster."""
+    """True where both sides share all GPUs, GPUs of the only server of a single node, and the cluster."""
     if server_nodes is None:
         yield True, None, cluster
     if cluster.nodes == 1:

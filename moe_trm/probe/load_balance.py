@@ -13,14 +13,9 @@ from routing.load import expert_load, load_entropy, load_imbalance
 
 
 def load_balance(learner: Learner, batches: Sequence[TokenBatch]) -> dict[str, float]:
-    """Collective: all ranks call it with their own batches of one step.
+    """`routing/load_entropy` (1 is even) and `routing/load_max_over_mean` of the rollout's routes, means over layers.
 
-    Args:
-        learner: reduces over the ranks.
-        batches: with the rollout's routes.
-
-    Returns:
-        `routing/load_entropy` (1 is even) and `routing/load_max_over_mean` of the rollout's routes, means over layers.
+    Collective: all ranks call it with their own batches of one step.
     """
     own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
     records = [record.select(own) for batch in batches for record in batch.routes if record is not None]

@@ -130,12 +130,9 @@ def intervals(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> dict[str, Interval]:
-    """Ratios of pooled columns with percentile bootstrap intervals over groups.
+    """Ratios of pooled columns `[N]` with percentile bootstrap intervals over groups, such as prompts.
 
-    Args:
-        columns: `[N]` values by name.
-        figures: name -> (top, bottom, scale): `scale * sum(top) / sum(bottom)`; one that is 0 / 0 is left out.
-        group: `[N]` what is resampled, such as the prompt.
+    `figures` is name -> (top, bottom, scale): `scale * sum(top) / sum(bottom)`; one that is 0 / 0 is left out.
     """
     sums_GC = _group_sums(columns, group)
     draws_RC = _bootstrap(sums_GC, resamples, seed)

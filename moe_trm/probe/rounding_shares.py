@@ -55,17 +55,11 @@ def rounding_shares(
     roundings: Mapping[str, Rounding],
     rows: ProbeRows,
 ) -> dict[str, float]:
-    """`probe/quantization_k3_kl`, `probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats.
+    """`probe/quantization_k3_kl`, `probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats. Collective.
 
-    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Where a
-    sample of rows was scored, each has its standard error beside it (`_se`). Collective.
-
-    Args:
-        learner: scores once more for each rounding.
-        batches: with the rollout's routes and log-probs.
-        replayed: scores of the learner's own weights with these routes.
-        roundings: as `roundings` gives them.
-        rows: what the batches are of the step.
+    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split, with its standard error beside it
+    (`_se`) where a sample of rows was scored. The learner scores once more for each of `roundings`; `replayed` are
+    scores of its own weights with the rollout's routes.
     """
     columns: dict[str, torch.Tensor] = {}
     before = _scored(batches, replayed)

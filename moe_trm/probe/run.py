@@ -69,12 +69,8 @@ class ProbeTokens:
 class Probe:
     """Probe that runs every `config.probe.every` steps.
 
-    With `config.probe.save` each rank keeps its tokens in `run_dir/probe`.
-
-    Args:
-        config: the run's configuration.
-        run_dir: see above.
-        mode: whose routes the anchors' passes use.
+    With `config.probe.save` each rank keeps its tokens in `run_dir/probe`. `mode`: whose routes the anchors' passes
+    use.
     """
 
     def __init__(self, config: Config, run_dir: Path, mode: ReplayMode) -> None:

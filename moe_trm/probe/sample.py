@@ -69,12 +69,7 @@ class ProbeRows:
 
 
 class ProbeChoice:
-    """Whether a probe looks at minibatches or draws rows.
-
-    Args:
-        config: the run's configuration.
-        mode: whose routes the anchors' passes use.
-    """
+    """The choice of minibatches or drawn rows for probes. `mode`: whose routes the anchors' passes use."""
 
     def __init__(self, config: Config, mode: ReplayMode) -> None:
         pipeline = config.pipeline
@@ -89,7 +84,7 @@ class ProbeChoice:
         self._random = self._replayed and dealt
 
     def num_minibatches(self, minis: Sequence[MiniBatch]) -> int:
-        """How many of the last of a step's minibatches a probe looks at; 0: it draws rows.
+        """Number of a step's last minibatches that a probe looks at; 0: it draws rows.
 
         It takes the fewest that hold `probe.tokens` scored tokens and `LEAST_ROWS` samples, but none of more than twice
         these tokens: drawn rows would be forwarded twice. Parts of a step are taken only where they are random samples
@@ -109,14 +104,10 @@ class ProbeChoice:
 def probe_rows(
     config: Config, learner: Learner, anchored: Sequence[Anchored], step: int, num_minibatches: int
 ) -> ProbeRows:
-    """The rows of the probe of `step`. Collective.
+    """The rows of the probe of `step`, of this rank's `anchored` rows. Collective. `num_minibatches`: see
+    `ProbeChoice`.
 
-    Args:
-        config: `probe.tokens`, `seed`, and what makes micro-batches are read.
-        learner: gathers over the ranks.
-        anchored: this rank's rows of the step.
-        step: number of the step.
-        num_minibatches: see `ProbeChoice`.
+    Of `config`, `probe.tokens`, `seed`, and what makes micro-batches are read.
     """
     return _last(anchored, num_minibatches) if num_minibatches else _drawn(config, learner, anchored, step)
 
@@ -178,14 +169,10 @@ def draw(tokens_N: np.ndarray, number: int, seed: Sequence[int]) -> np.ndarray:
 
 
 def standard_errors(sums: Mapping[str, float], names: Mapping[str, str], rows: ProbeRows) -> dict[str, float]:
-    """Standard error of each `sums[top] / sums[bottom]`, of what the rows that were not drawn would change.
+    """Standard error of each `sums[top] / sums[bottom]` of `names`, of what the rows that were not drawn would change.
 
-    Empty where all rows were looked at. A ratio whose bottom is 0 is left out.
-
-    Args:
-        sums: of the sample, and of the products of row sums as `products` names them.
-        names: top -> bottom.
-        rows: says n and N.
+    `sums` are of the sample, and of the products of row sums as `products` names them. Empty where all rows were looked
+    at. A ratio whose bottom is 0 is left out.
     """
     if rows.whole or rows.num_rows < 2:
         return {}
@@ -208,10 +195,7 @@ def standard_errors(sums: Mapping[str, float], names: Mapping[str, str], rows: P
 def products(columns: Mapping[str, Tensor], row_of: Tensor, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Sums over rows of the products of row sums, by which `standard_errors` finds the spread of rows.
 
-    Args:
-        columns: values of tokens.
-        row_of: number of each token's row.
-        names: top -> bottom, of `columns`.
+    `row_of`: number of each token's row. `names`: top -> bottom, of the columns of token values.
     """
     _, places = torch.unique(row_of, return_inverse=True)
     count = int(places.max()) + 1 if len(places) else 0

@@ -14,10 +14,8 @@ from moe_trm.recording.scores import CONFIG_FILE, ScoresReader
 def check_not_anothers(folder: Path, owner: tuple[str, str], *, goes_on: bool) -> None:
     """Raise `ConfigError` when recording into `folder` would replace or mix with what another run recorded there.
 
-    Args:
-        folder: of `record.bundle`.
-        owner: `run_dir` and `name` of this run.
-        goes_on: this run goes on from a checkpoint of its own, and so with its own recording.
+    `owner`: `run_dir` and `name` of this run. `goes_on`: it goes on from a checkpoint of its own, and so with its own
+    recording.
     """
     steps = sorted({*BundleReader(str(folder)).steps(), *ScoresReader(folder).steps()})
     if not steps or (goes_on and _owner(folder) in (None, owner)):

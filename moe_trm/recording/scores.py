@@ -1,6 +1,4 @@
-"""Scores of each update of a recorded run: log-probs of all policies, advantages and rewards.
-
-They complete the rollouts of a bundle.
+"""Scores of each update of a recorded run, beside the rollouts of its bundle: log-probs, advantages and rewards.
 
 Every learner rank writes one file `scores-NNNNNN-rank-RRR.safetensors` per training step into the bundle's folder. With
 them, corrections and losses can be computed again without engines (`moe_trm.whatif`). docs/bundles.md describes the

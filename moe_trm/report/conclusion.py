@@ -40,12 +40,9 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure by which runs are compared.
+    """A figure by which runs are compared: the first of `metrics` that every run has, called `words` in sentences.
 
-    Attributes:
-        words: what it is, in the sentence.
-        metrics: the first of these that every run has.
-        at_end: the value of the last common step; else the mean over the last common `LAST_STEPS` steps.
+    `at_end`: the value of the last common step; else the mean over the last common `LAST_STEPS` steps.
     """
 
     words: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -39,6 +40,18 @@ def number(value: float | None) -> str:
     if value is None:
         return "not finite"
     return f'<data value="{value!r}" title="{value!r}">{short(value)}</data>'
+
+
+def section(title: str, body: str, whose: str = "") -> str:
+    """A section of the page; `whose` is the name of its run, where there are several."""
+    return f"<section><h2>{escape(f'{title}: {whose}' if whose else title)}</h2>{body}</section>"
+
+
+def table(head: Sequence[str], rows: Iterable[str]) -> str:
+    """A table with plain words in its head, which scrolls by itself where it is too wide."""
+    cells = "".join(f"<th>{escape(words)}</th>" for words in head)
+    first = f"<tr>{cells}</tr>" if head else ""
+    return f'<div class="wide"><table class="rows">{first}{"".join(rows)}</table></div>'
 
 
 def _embedded(data: object) -> str:

@@ -66,12 +66,10 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Differences of pairs and what they show.
+    """Differences of pairs (other minus first) and what they show.
 
-    Attributes:
-        differences: other minus first, one for each pair.
-        interval: 95%, the wider of Student's and the bootstrap's on each side; None for a single pair.
-        p: of the paired permutation test.
+    `interval`: 95%, the wider of Student's and the bootstrap's on each side; None for a single pair. `p`: of the paired
+    permutation test.
     """
 
     differences: tuple[float, ...]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from moe_trm.report import lint, words
+from moe_trm.report import words
 from moe_trm.report.cards import Cards
-from moe_trm.report.changed_settings import changed_settings
 from moe_trm.report.html import document
-from moe_trm.report.lost_servers import lost_servers
 from moe_trm.report.run import Run
+from moe_trm.report.run_tables import changed_settings, linted, lost_servers
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -27,7 +26,7 @@ def render(runs: Sequence[Run]) -> str:
         *(changed_settings(run, many=len(runs) > 1) for run in runs),
         cards.tiles(),
         *(words.proofs(run, many=len(runs) > 1) for run in runs),
-        *(lint.section(run, many=len(runs) > 1) for run in runs),
+        *(linted(run, many=len(runs) > 1) for run in runs),
         *cards.sections(),
         words.verdicts(runs),
         *(words.transcripts(run) for run in runs),

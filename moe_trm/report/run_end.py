@@ -1,4 +1,4 @@
-"""How far a run is and how it ended: `run.json` of its folder."""
+"""Progress and end of a run: `run.json` of its folder."""
 
 from __future__ import annotations
 
@@ -42,14 +42,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """State of a run.
-
-    Attributes:
-        state: `stopped`: it was asked to.
-        step: last finished training step.
-        unix_s: when this was written.
-        failure: of a run that failed.
-    """
+    """State of a run after its last finished `step`, at `unix_s`. `stopped`: it was asked to."""
 
     state: State
     step: int

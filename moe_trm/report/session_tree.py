@@ -19,13 +19,7 @@ LABEL = 170.0
 
 
 def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -> str:
-    """A figure of the tree, in which the answers of `row` stand out; empty where there is one answer at most.
-
-    Args:
-        turns: the answers, in the order in which they came.
-        row: the row that is shown.
-        reward: of the session.
-    """
+    """A figure of the tree of answers in order, in which those of `row` stand out; empty for one answer at most."""
     if len(turns) < 2:
         return ""
     columns, lanes = places(turns)

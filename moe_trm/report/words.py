@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.report.conclusion import configurations, differences, sentences
-from moe_trm.report.html import number, text
+from moe_trm.report.html import number, section, table, text
 from moe_trm.report.run import Run
 from moe_trm.report.run_end import outcome
 from moe_trm.report.scale import short
@@ -36,7 +36,7 @@ def state(run: Run, *, many: bool) -> str:
 
 
 def chosen(runs: Sequence[Run]) -> str:
-    """What every `auto` became and why, folded: once where all runs have it, else with the names of those that do."""
+    """The value of every `auto` and why, folded: once where all runs have it, else with the names of those that do."""
     whose: dict[str, list[str]] = {}
     for run in runs:
         for choice in run.choices:
@@ -104,11 +104,8 @@ def proofs(run: Run, *, many: bool) -> str:
             f"<td>{value}</td></tr>"
         )
 
-    title = "Proofs and alarms" + (f": {run.name}" if many else "")
-    return (
-        f'<section><h2>{escape(title)}</h2><table class="checks">'
-        f"{''.join(row(check) for check in checks(run))}</table></section>"
-    )
+    rows = "".join(row(check) for check in checks(run))
+    return section("Proofs and alarms", f'<table class="checks">{rows}</table>', run.name if many else "")
 
 
 def verdicts(runs: Sequence[Run]) -> str:
@@ -123,15 +120,8 @@ def verdicts(runs: Sequence[Run]) -> str:
                 f'<tr class="{said.state}">{whose}<td>{said.step}</td><td>{time}</td><td>{escape(said.sentence)} '
                 f"{setting}</td></tr>"
             )
-    if not rows:
-        return ""
-    head = (
-        "<th>run</th>" if len(runs) > 1 else ""
-    ) + "<th>from step</th><th>time</th><th>verdict, and what to try</th>"
-    return (
-        f'<section><h2>Verdicts</h2><div class="wide"><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></div>'
-        "</section>"
-    )
+    head = ("run",) if len(runs) > 1 else ()
+    return section("Verdicts", table((*head, "from step", "time", "verdict, and what to try"), rows)) if rows else ""
 
 
 def concluded(runs: Sequence[Run]) -> str:
@@ -167,24 +157,23 @@ def compared(runs: Sequence[Run]) -> str:
     keys = [key for key in differing if key != "name"]
     both = [key for key in keys if all(key in flat for flat in every)]
     lone = [key for key in keys if key not in both]
-    head = "<tr><th>setting</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
 
-    def table(keys: Sequence[str]) -> str:
-        rows = "".join(
+    def listed(keys: Sequence[str]) -> str:
+        rows = (
             f"<tr><th scope=row><code>{escape(key)}</code></th>"
             + "".join(f"<td>{text(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in every)
             + "</tr>"
             for key in keys
         )
-        return f'<div class="wide"><table class="rows">{head}{rows}</table></div>'
+        return table(("setting", *(run.name for run in runs)), rows)
 
-    main = table(both) if both else "<p>None.</p>"
+    main = listed(both) if both else "<p>None.</p>"
     more = (
-        f"<details><summary>{len(lone)} settings that only some of them have</summary>{table(lone)}</details>"
+        f"<details><summary>{len(lone)} settings that only some of them have</summary>{listed(lone)}</details>"
         if lone
         else ""
     )
-    return f"<section><h2>Settings that differ</h2>{main}{more}</section>"
+    return section("Settings that differ", main + more)
 
 
 def transcripts(run: Run) -> str:
@@ -196,42 +185,34 @@ def transcripts(run: Run) -> str:
         f'<li><a href="transcripts/{escape(page.name)}">step {int(page.stem.removeprefix("step-"))}</a></li>'
         for page in pages
     )
-    return (
-        f'<section><h2>Transcripts: {escape(run.name)}</h2><p class="note">Sampled rollouts with every token\'s '
-        "log-ratio and what the correction kept; beside this page in the run directory.</p>"
-        f'<ul class="links">{links}</ul></section>'
-    )
+    note = "Sampled rollouts with every token's log-ratio and what the correction kept; beside this page."
+    return section("Transcripts", f'<p class="note">{note}</p><ul class="links">{links}</ul>', run.name)
 
 
 def settings(run: Run) -> str:
     """The command that repeats the run, and every setting."""
     if not run.config:
         return ""
-    rows = "".join(
+    rows = (
         f"<tr><th scope=row><code>{escape(key)}</code></th><td>{text(as_yaml(value))}</td></tr>"
         for key, value in flatten(run.config).items()
     )
     again = f"moe-trm train {shlex.quote(str(run.folder / 'config.json'))} name={shlex.quote(run.name + '-again')}"
-    return (
-        f"<section><h2>Run it again: {escape(run.name)}</h2><pre><code>{escape(again)}</code></pre>"
-        f'<details><summary>Every setting</summary><div class="wide"><table class="rows">{rows}</table></div>'
-        "</details></section>"
-    )
+    every = f"<details><summary>Every setting</summary>{table((), rows)}</details>"
+    return section("Run it again", f"<pre><code>{escape(again)}</code></pre>{every}", run.name)
 
 
 def everything(runs: Sequence[Run]) -> str:
     """The last value of every metric."""
     names = sorted({name for run in runs for name in run.metrics()})
-    head = "<th>metric</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     rows = []
     for name in names:
         last = [run.series(name) for run in runs]
         cells = "".join(f"<td>{number(points[-1][1]) if points else ''}</td>" for points in last)
         rows.append(f"<tr><th scope=row><code>{escape(name)}</code></th>{cells}</tr>")
-    return (
-        "<section><h2>Every metric</h2><details><summary>Last value of each; all steps are in metrics.jsonl</summary>"
-        f'<div class="wide"><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></div></details></section>'
-    )
+    last_values = "<summary>Last value of each; all steps are in metrics.jsonl</summary>"
+    shown = table(("metric", *(run.name for run in runs)), rows)
+    return section("Every metric", f"<details>{last_values}{shown}</details>")
 
 
 def _when(unix_s: float) -> str:

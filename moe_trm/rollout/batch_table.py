@@ -41,7 +41,7 @@ Arrays = Joined | list[np.ndarray]
 
 
 class Some(msgspec.Struct, Generic[T], frozen=True):
-    """What only some rows have: `there` says which of all, `values` are those of these alone."""
+    """Values of some rows only: `there` says which rows have one, `values` are theirs alone."""
 
     there: list[bool]
     values: T

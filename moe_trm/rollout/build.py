@@ -153,7 +153,7 @@ def agent_sampler(
 
 
 def agent_host(config: Config) -> AgentHost:
-    """Where `rollout.agent` runs, not started."""
+    """The host of `rollout.agent`, not started."""
     rollout, agent = config.rollout, config.rollout.agent
     if isinstance(agent, tuple):
         return CommandHost(

@@ -78,7 +78,7 @@ class ControllerProcess:
         self._process.stdin.close()
 
     def access(self, attempt: str, pushes: Scratch | None) -> Access:
-        """What a rank needs in this attempt: to reach it, and the folder of the weight pushes."""
+        """Address and keys of this attempt's controller, and the folder of weight pushes."""
         folder = "" if pushes is None else str(pushes.path.absolute())
         return Access(
             attempt=attempt, endpoint=self._endpoint, key=self._key, public_key=self._public_key, pushes=folder

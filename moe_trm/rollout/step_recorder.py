@@ -1,4 +1,4 @@
-"""What a step took from its groups, on its way into a bundle."""
+"""Recorder of the groups that a step took, into a bundle."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ class Child:
     """A running child.
 
     Args:
-        process: whose first message was read.
-        ready: the value of its `Ready`.
+        ready: the value of its `Ready`, the first message.
         limit_s: longest that a call may take.
         running: the call whose code is executed now and the second at which that began (`functions.current_call`);
             None where it is unknown.
@@ -154,7 +153,8 @@ class Child:
         running: Callable[[], tuple[int, float]] | None = None,
         take: Callable[[Any], Any] | None = None,
     ) -> Self:
-        """A new process: `python -m MODULE DESCRIPTOR`, leader of a group of its own.
+        """A new process: `python -m MODULE DESCRIPTOR`, leader of a group of its own. Raises `NotStarted` once that is
+        gone.
 
         Args:
             module: calls `child_service.serve`.
@@ -162,10 +162,6 @@ class Child:
             descriptor: of memory that both share.
             startup_s: longest time until it is ready.
             environment: None for that of this process.
-            limit_s, running, take: as above.
-
-        Raises:
-            NotStarted: it did not become ready, and is gone.
         """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, str(descriptor)),

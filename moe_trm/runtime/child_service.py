@@ -50,7 +50,7 @@ class Service(Protocol):
     """The work of a child."""
 
     ready: Any
-    """What it says of itself: plain data."""
+    """Its description of itself: plain data."""
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Act once in the event loop, before the first call."""
@@ -59,7 +59,7 @@ class Service(Protocol):
         """The value of a call: plain data."""
 
     def problem(self, error: BaseException) -> Problem:
-        """What the parent is told of an error of `call`."""
+        """The message to the parent about an error of `call`."""
 
     def refusal(self, kind: str, text: str) -> Exception:
         """The exception that a call gets where the parent refuses what it asks for."""

@@ -19,12 +19,8 @@ WAITING = "RD"
 
 @dataclass(frozen=True)
 class Observation:
-    """One look.
-
-    Attributes:
-        answered: its event loop came round since the look before.
-        ticks: processor time that it has used.
-        state: Linux's letter: R runs or wants to, D waits for a disk, S sleeps, T is stopped.
+    """One look at a process: whether its event loop came round since the last, the processor time it has used, and
+    Linux's letter of its state (R runs or wants to, D waits for a disk, S sleeps, T is stopped).
     """
 
     answered: bool

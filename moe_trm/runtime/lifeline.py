@@ -25,7 +25,7 @@ class Lifeline:
     """Ends a process group as soon as this process is gone, by SIGKILL in the end. Stopped processes go as well.
 
     Args:
-        group: of the processes, which is the process id of one that was started with `start_new_session=True`.
+        group: process id of a process that was started with `start_new_session=True`.
         grace_s: time from SIGTERM to SIGKILL, for a process that has something to clean up; 0: no SIGTERM.
         mark: `NAME=VALUE` in the environment of the group and of no other process. What it started in other groups is
             killed by it.

@@ -41,18 +41,11 @@ class Holder(msgspec.Struct, frozen=True):
 
 @contextmanager
 def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "") -> Iterator[None]:
-    """Hold the lock `path` inside the `with`. The folder is made.
+    """Hold the lock of the file `path` inside the `with`. Its folder is made, and the file stays.
 
-    Where the file system has no locks, a warning says so and nothing is held.
-
-    Args:
-        path: of the lock's file, which stays.
-        work: what its holder does, for the error ("trains into this folder").
-        patience_s: a lock that is held may come free within this time: processes that were killed are still ending.
-        fix: what the user can do beside waiting.
-
-    Raises:
-        RunError: another process holds it.
+    Where the file system has no locks, a warning says so and nothing is held. A lock that is held may come free within
+    `patience_s`: processes that were killed are still ending. Else `RunError` says what its holder does (`work`, such
+    as "trains into this folder") and what the user can do beside waiting (`fix`).
     """
     private_folder(path.parent)
     # Its mode is for this user. No child inherits the descriptor, or the lock would outlive this process.

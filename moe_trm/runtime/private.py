@@ -28,17 +28,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Scratch:
-    """A new folder of mode 0700 and a name that cannot be foretold. A context manager: leaving it removes it.
+    """A new folder `path` of mode 0700 and a name that cannot be foretold. A context manager: leaving it removes it.
 
-    First everything is removed that killed processes of this user left in `parent`.
-
-    Args:
-        parent: where it is made; None: the folder for temporary files.
-
-    Attributes:
-        path: of the folder.
-
-    Raises `ConfigError` where it cannot be made.
+    It is made in `parent` (None: the folder for temporary files), where first everything is removed that killed
+    processes of this user left. Raises `ConfigError` where it cannot be made.
     """
 
     def __init__(self, parent: Path | None = None) -> None:

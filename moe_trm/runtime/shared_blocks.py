@@ -139,7 +139,7 @@ class _Mapped:
 
 
 def place_of(array: np.ndarray) -> Place | None:
-    """Where another process reads this array's bytes; None for one that is not, or not in one piece, in a block."""
+    """The place where another process reads this array's bytes; None unless it is in a block, in one piece."""
     owner: object = array.base
     if owner is None:
         return None

@@ -31,12 +31,8 @@ OfRow = Callable[[RolloutRecord], Array]
 
 
 class Advantages:
-    """The estimator of `advantage.name`, with what changes its values.
-
-    Args:
-        settings: the estimator and its settings.
-        batch: `overlong` is read.
-        reward_weights: of named rewards; a name without one has weight 1.
+    """The estimator of `advantage.name`, with what changes its values: `batch.overlong`, and the weights of named
+    rewards (a name without one has weight 1).
     """
 
     def __init__(self, settings: AdvantageConfig, batch: BatchConfig, reward_weights: Mapping[str, float]) -> None:
@@ -52,13 +48,10 @@ class Advantages:
         compared: Sequence[Sequence[RewardedSample]],
         penalties: Sequence[float] | None = None,
     ) -> list[Anchored]:
-        """The minibatches of a step with their advantages. Collective.
+        """The minibatches `parts` of this rank with their advantages. Collective.
 
-        Args:
-            learner: gathers over the ranks.
-            parts: this rank's minibatches.
-            compared: `TrainBatch.compared` of their step.
-            penalties: what the reward of each of this rank's rows is lowered by, in the order of its micro-batches.
+        `compared`: `TrainBatch.compared` of their step. `penalties`: what the reward of each of this rank's rows is
+        lowered by, in the order of its micro-batches.
         """
         values = iter(self.of_rows(learner, parts, compared, penalties))
         return [

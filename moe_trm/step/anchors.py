@@ -57,7 +57,6 @@ class Anchors:
     """Scores the anchors of each step, and keeps the weights that sampled what is still to come.
 
     Args:
-        config: the run's configuration.
         mode: whose routes the passes use.
         whole: whether rules or loss look at a whole minibatch before its update, and so need its anchors before.
         watches: whether updates are told how far the routers have moved since the anchors.
@@ -187,7 +186,7 @@ class Anchors:
         return anchored
 
     def _judged(self, item: TokenBatch, version: int, scores: Sequence[Scores]) -> tuple[bool | None, ...]:
-        """Which rows the update passes judge: all where their own forward is the first pass, else none."""
+        """Rows that the update passes judge: all where their own forward is the first pass, else none."""
         if not scores:
             return judging(item, version, others=False)
         return () if self._recovery in WITHOUT_ANCHOR_PASS else judged_before(item)

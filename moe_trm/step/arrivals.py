@@ -16,20 +16,14 @@ from moe_trm.types import TrainBatch
 
 
 class Source(Protocol):
-    """Who hands out the steps' samples; `RolloutClient` is one."""
+    """Source of the steps' samples, such as `RolloutClient`."""
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
         """This rank's rows of `step`, or of a part of it."""
 
 
 class Arrivals:
-    """Parts of each step.
-
-    Args:
-        config: `pipeline.stream` and `learner.minibatches` are read.
-        source: see `Source`.
-        phases: waiting for samples is timed as `wait`.
-    """
+    """Parts of each step, by `pipeline.stream` and `learner.minibatches`. Waiting for samples is timed as `wait`."""
 
     def __init__(self, config: Config, source: Source, phases: Phases) -> None:
         self._parts = config.learner.minibatches if config.pipeline.stream else 1

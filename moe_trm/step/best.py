@@ -17,14 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class Best:
-    """Keeps `folder/best` at the weights with the highest `eval.best_metric` so far. Does nothing where
-    `eval.keep_best` is off.
+    """Keeps `folder/best` at the weights with the highest `eval.best_metric` so far; nothing without `eval.keep_best`.
 
-    Every rank makes one, and all are offered the same evaluations.
-
-    Args:
-        evaluation, task, rollout: the run's sections.
-        folder: the run's checkpoints, which all ranks must see.
+    Every rank makes one, and all are offered the same evaluations. All ranks must see the folder.
     """
 
     def __init__(self, evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig, folder: Path) -> None:

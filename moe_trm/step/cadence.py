@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cadence:
-    """Versions that the engine is given.
+    """Versions that the engine is given. The version of the learner's weights is the number of steps they have trained.
 
-    The version of the learner's weights is the number of steps they have trained.
-
-    Attributes:
-        every: `pipeline.push_every`.
-        first: version that the run began with, which is always pushed: a resumed run begins between two pushes, too.
-        last: version after the last step, which is evaluated.
+    `every`: `pipeline.push_every`. `first`, which the run began with, is always pushed: a resumed run begins between
+    two pushes, too. `last`, after the last step, is evaluated.
     """
 
     every: int

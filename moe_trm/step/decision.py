@@ -13,7 +13,7 @@ K3_LIMIT, CHI2_LIMIT = 0.05, 0.3
 
 
 class Decision:
-    """The switch of the rules: they act or only measure. Without `steps` they always act.
+    """The switch of the rules: they act or only measure. Without `steps` (`correction.decide_after`) they always act.
 
     During the first `steps` training steps they only measure. Then they act for the rest of the run if the mean of the
     steps' k3 KL is above `K3_LIMIT` or that of their chi2 above `CHI2_LIMIT`, and else never. Both are of the engine
@@ -22,9 +22,6 @@ class Decision:
     Source: start-up rule of guides to rollout correction: run with metrics alone for some hundred steps first.
 
     When: it is not known yet whether this pair of engines needs a correction. Costs what the rules cost.
-
-    Args:
-        steps: `correction.decide_after`.
     """
 
     def __init__(self, steps: int | None) -> None:

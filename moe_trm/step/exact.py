@@ -13,12 +13,10 @@ from routing.replay import ReplayReport
 
 
 class InexactError(MoeTrmError):
-    """The engines of an exact run differ.
+    """The engines of an exact run differ, by `got`.
 
-    Args:
-        got: the difference.
-        token_ids: a text whose last token's log-prob differs; empty: routes differ, and no log-prob.
-        cause: the operation in which the engines differ, where it has been looked for.
+    `token_ids`: a text whose last token's log-prob differs; empty: routes differ, and no log-prob. `cause`: the
+    operation in which the engines differ, where it has been looked for.
     """
 
     def __init__(self, got: str, token_ids: Sequence[int], cause: str = "") -> None:

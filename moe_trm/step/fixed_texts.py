@@ -16,12 +16,9 @@ FIRST_PUSHES = 3
 
 
 class FixedTexts:
-    """The texts of each push that is proved by use (`sync.prove_every`).
+    """The texts of each push that is proved by use, `every` so many (`sync.prove_every`).
 
-    Args:
-        vocab_size: ids are below it.
-        every: see `sync.prove_every`.
-        scored: the engine's weights are the learner's, so the learner scores the texts.
+    `scored`: the engine's weights are the learner's, so the learner scores the texts.
     """
 
     def __init__(self, vocab_size: int, every: int, *, scored: bool) -> None:

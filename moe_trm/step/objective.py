@@ -39,12 +39,10 @@ class Objective:
     """The configured corrections and loss; collects summable metrics until `take`.
 
     Args:
-        config: the run's configuration.
         run_dir: where calibrated thresholds are kept (`thresholds.json`); None keeps them in memory.
         sinks: are shown every judged micro-batch.
 
-    Raises:
-        ConfigError: an unknown rule, loss, threshold or parameter, before anything runs.
+    Raises `ConfigError` for an unknown rule, loss, threshold or parameter, before anything runs.
     """
 
     def __init__(self, config: Config, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> None:

@@ -145,7 +145,7 @@ def update_source(
 
 
 def judging(batch: TokenBatch, version: int, *, others: bool) -> tuple[bool | None, ...]:
-    """Which rows a pass at the weights of `version` judges (`ReplayRecords.at_sampling`).
+    """Rows that a pass at the weights of `version` judges (`ReplayRecords.at_sampling`).
 
     Rows that these weights sampled have no excuse. Rows of several versions have passes at none of their weights alone,
     and are judged with that of the newest. `others`: rows of other versions are judged by other passes of the step.

@@ -15,12 +15,10 @@ NAME = "proximal"
 class ProximalAverage:
     """Average of the weights at the start of each step: sum_j beta^(n - j) theta_j / sum_j beta^(n - j), j = 1 .. n.
 
-    The weights of all steps so far count, the newest most, and their shares add up to 1 from the first step on. Source:
-    PPO-EWMA (arXiv 2110.00641), whose code divides by the sum of shares in the same way. There a step is an optimizer
-    step. Here it is a training step, at whose start the anchors of all its minibatches are made.
-
-    Args:
-        decay: beta, `pipeline.proximal_decay`.
+    The weights of all steps so far count, the newest most, and their shares add up to 1 from the first step on. beta is
+    `pipeline.proximal_decay`. Source: PPO-EWMA (arXiv 2110.00641), whose code divides by the sum of shares in the same
+    way. There a step is an optimizer step. Here it is a training step, at whose start the anchors of its minibatches
+    are made.
     """
 
     def __init__(self, decay: float) -> None:

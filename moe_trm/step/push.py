@@ -24,15 +24,11 @@ class Pusher(Protocol):
 
 
 class DiskPusher:
-    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`; the controller completes the folder and
-    loads it.
+    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`, rounded; the controller completes and loads
+    it.
 
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        root: a folder of this run alone that the engine sees too, shared memory where it can be.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
+    `root` is a folder of this run alone that the engine sees too, shared memory where it can be. `texts` are of the
+    proof by use.
     """
 
     def __init__(
@@ -48,31 +44,18 @@ class DiskPusher:
 
 
 class BroadcastPusher:
-    """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller
-    proves them. The engine dissolves its groups when the controller closes.
+    """Every rank broadcasts the tensors it owns to the engine, in a group of its own.
 
-    Args:
-        learner: owner of the weights.
-        rollouts: the controller.
-        rank: of this process, which names its group.
-        address: of this machine, as the engine and the controller reach it.
-        rounding: of the weights on their way.
-        texts: of the proof by use.
+    What arrived is proved by a witness beside the controller, or by the digests that the engine's workers take.
+
+    `sender` is this rank's, in a group of its own. `texts` are of the proof by use.
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        rollouts: RolloutClient,
-        *,
-        rank: int,
-        address: str,
-        rounding: Rounding,
-        texts: FixedTexts,
+        self, learner: Learner, rollouts: RolloutClient, sender: Sender, rounding: Rounding, texts: FixedTexts
     ) -> None:
         self._learner, self._rollouts, self._rounding, self._texts = learner, rollouts, rounding, texts
-        self._sender = Sender(f"moe-trm-rank-{rank}", address)
-        self._connected = False
+        self._sender, self._connected = sender, False
 
     def push(self, version: int) -> None:
         rounding = self._rounding.at(version)

@@ -26,14 +26,10 @@ NAME = "reference"
 
 
 class Reference:
-    """The weights that the run started from, or a teacher, and the coefficient of the KL to them. Does nothing where
-    `kl.coef` is 0 and the loss reads no reference.
+    """The weights that the run started from, or a teacher, and the coefficient of the KL to them.
 
-    Build it before anything is trained or restored. Collective, as all of its methods.
-
-    Args:
-        config: the run's configuration.
-        learner: at the start checkpoint's weights.
+    Does nothing where `kl.coef` is 0 and the loss reads no reference. Build it before anything is trained or restored.
+    Collective, as all of its methods.
     """
 
     def __init__(self, config: Config, learner: Learner) -> None:

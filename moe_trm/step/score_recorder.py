@@ -20,13 +20,10 @@ Objective = Callable[[int, Scores], Tensor]
 
 
 class ScoreRecorder:
-    """Listens to the updates of a run and writes what they saw, step by step.
+    """Listens to the updates of a run and writes what they saw, step by step, with the configuration beside it.
 
-    Args:
-        config: `record.bundle` is the folder; without one nothing is recorded. The configuration is kept beside the
-            scores.
-        data_rank, data_size: this rank's index and the number of ranks that hold different rows.
-        leads: whether this rank writes for those that hold the same rows.
+    `record.bundle` is the folder; without one nothing is recorded. `data_rank` of `data_size` ranks that hold different
+    rows; `leads`: this rank writes for those that hold the same rows.
     """
 
     def __init__(self, config: Config, data_rank: int, data_size: int, *, leads: bool = True) -> None:

@@ -61,13 +61,8 @@ class Thresholds:
     """Collects the scores of uncalibrated rules and freezes their thresholds after `steps` steps.
 
     Until then these rules reject nothing. Rules by length start to reject then, and their thresholds change with every
-    step. Quantiles are of the tokens (or rows) of all data-parallel ranks, so every
-    rank freezes the same thresholds.
-
-    Args:
-        pending: the rules.
-        steps: training steps to measure over.
-        path: JSON file for frozen thresholds, rule by rule; None keeps them in memory.
+    step. Quantiles are of the tokens (or rows) of all data-parallel ranks, so every rank freezes the same thresholds.
+    `path` is the JSON file of frozen thresholds; None keeps them in memory.
     """
 
     def __init__(self, pending: Sequence[Uncalibrated], steps: int, path: Path | None) -> None:

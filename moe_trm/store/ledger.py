@@ -12,10 +12,8 @@ from typing import Any
 class Ledger:
     """`issued = queued + in_flight + trained + rejected + dropped`.
 
-    A sample is trained when it is in a step for the first time. `reused` counts further uses, beside these places.
-
-    rejected: violated an invariant (counted by reason). dropped: valid, but refused by policy, such as age (counted by
-    reason).
+    A sample is trained when it is in a step for the first time; `reused` counts further uses, beside these places.
+    Counted by reason: rejected ones violated an invariant, dropped ones are valid, but refused by policy, such as age.
     """
 
     issued: int = 0

@@ -20,13 +20,7 @@ def age_metrics(
     - `rollout/mixed_rows`: rows sampled by several versions.
     - `queue/groups`, `queue/age/<age>`: groups waiting when the step was requested, by the age of their oldest token.
 
-    Every step has every age up to the bound, so an age without tokens reads 0.
-
-    Args:
-        records: what the step trains.
-        version: of the learner's weights.
-        queued: waiting groups by age.
-        bound: on the age of trained tokens.
+    Every step has every age up to the `bound` on trained tokens, so an age without tokens reads 0.
     """
     ages = version - np.concatenate([record.versions for record in records])
     row_of = np.repeat(np.arange(len(records)), [len(record.versions) for record in records])

@@ -29,15 +29,10 @@ class _Held:
 
 
 class ReuseBuffer:
-    """Buffer of trained groups, from which each step draws some.
+    """Buffer of trained groups, from which each step draws some; with `reuse_groups` of 0 nothing is kept.
 
     Groups leave it when their oldest token is beyond the bound on age, or when they have been used up. Draws depend on
-    the seed, the step and what the buffer holds, and on nothing else.
-
-    Args:
-        pipeline: `reuse_groups` and the settings beside it; with 0 nothing is kept.
-        ledger: counts the uses.
-        seed: of the run.
+    the seed, the step and what the buffer holds, and on nothing else. `ledger` counts the uses.
     """
 
     def __init__(self, pipeline: PipelineConfig, ledger: Ledger, seed: int) -> None:

@@ -43,7 +43,6 @@ class GroupStore:
     """Places in the order of issue; a place is held from issue until its group is taken, or dropped and replaced.
 
     Args:
-        ledger: the totals, kept by the store for its groups.
         max_age: largest allowed difference between the learner's version and the oldest token of a group; 0:
             synchronous training.
         refills: groups that may be replaced for every batch, on average over the `max_age` + 1 batches that are under

@@ -42,11 +42,6 @@ _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)")
 def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> tuple[TensorEntry, ...]:
     """Round, digest from memory, and write one file, whose folder is made. All tensors are held until written.
 
-    Args:
-        path: the file.
-        tensors: Hugging Face names and values.
-        rounding: of the weights.
-
     Raises `SyncError` where it cannot be written.
     """
     with _writing(path.parent), _Writer(path.parent, rounding) as writer:
@@ -65,15 +60,9 @@ def write_buckets(
 ) -> tuple[TensorEntry, ...]:
     """As `write_shard`, in files of about `bucket_bytes`: one is digested and written while the next is made.
 
-    Args:
-        folder: made if it is missing.
-        stem: the files are `STEM.safetensors`, `STEM-0001.safetensors`, ...; none where there is no tensor.
-        tensors: Hugging Face names and values; two buckets are held at most.
-        rounding: of the weights.
-        bucket_bytes: a file ends with the tensor that reaches it.
-        lot_bytes: what a thread digests at once; files that are smaller are made without threads.
-
-    Raises `SyncError` where it cannot be written.
+    The files are `STEM.safetensors`, `STEM-0001.safetensors`, ...; none where there is no tensor. A file ends with the
+    tensor that reaches `bucket_bytes`, and two are held at most. A thread digests `lot_bytes` at once; smaller files
+    are made without threads.
     """
     with _writing(folder), _Writer(folder, rounding, lot_bytes) as writer:
         sized = (((name, tensor), tensor.nbytes) for name, tensor in _rounded(tensors, rounding))
@@ -151,13 +140,9 @@ def _rounded(tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> Itera
 
 
 def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, checkpoint: str) -> WeightPush:
-    """Complete a push folder whose shards are written, and delete all pushes but the last two.
+    """Complete the folder `vNNNNNN` of a push whose shards are written, and delete all pushes but the last two.
 
-    Args:
-        directory: the push folder, named `vNNNNNN`.
-        entries: of all shards together; each tensor once.
-        version: of these weights.
-        checkpoint: folder whose config.json and tokenizer files the engine gets.
+    The engine gets config.json and tokenizer files of `checkpoint`.
 
     Raises:
         SyncError: a tensor is pushed twice, a shard is not there, or a file cannot be written.

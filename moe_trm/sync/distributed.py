@@ -2,13 +2,11 @@
 
 Every sending rank has its own group with the engine, so owners of experts send their own tensors.
 
-Ranks of one group: 0 the sender, 1 to E the engine's ranks, E + 1 the witness, which runs beside the controller. The
-witness receives the same broadcasts as the engine. It compares each tensor with the digest its owner took from memory.
-From the tensor it computes what the engine's `/weights_checker` must report. So a push is proved as on disk: memory =
-wire = the engine's tensors.
-
-Source: SGLang 0.5.23, `/init_weights_update_group`, `/begin_weight_update`, `/update_weights_from_distributed`,
-`/end_weight_update`.
+Rank 0 of a group is the sender, the others receive. vLLM's worker digests what it receives, as it does with a folder.
+SGLang's ranks are 1 to E, and E + 1 is a witness, which runs beside the controller. The witness receives the same
+broadcasts as the engine. It compares each tensor with the digest its owner took from memory. From the tensor it
+computes what SGLang's `/weights_checker` must report. So a push is proved as on disk: memory = wire = the engine's
+tensors.
 """
 
 from __future__ import annotations
@@ -29,17 +27,15 @@ from moe_trm.sync.tensors import tensor_digest
 
 
 class Sender:
-    """A learner rank's end: broadcasts the tensors it owns.
+    """A learner rank's end: broadcasts the tensors it owns, in a group whose name no other sender of this engine uses.
 
-    Args:
-        group: a name that no other sender of this engine uses.
-        address: of this machine, as the engine and the controller reach it.
-        engine_ranks: tensor parallel size of the engine.
-        timeout_s: longest wait for the others, at every broadcast; a loaded machine gets more.
+    `receivers`: how many others are in the group (`EngineTraits.broadcast_receivers`). `address`: of this machine, as
+    the engine and the controller reach it. `timeout_s`: longest wait for the others, at every broadcast; a loaded
+    machine gets more.
     """
 
-    def __init__(self, group: str, address: str = "127.0.0.1", engine_ranks: int = 1, timeout_s: float = 300.0) -> None:
-        self._size, self._timeout = engine_ranks + 2, timedelta(seconds=patient(timeout_s))
+    def __init__(self, group: str, address: str = "127.0.0.1", receivers: int = 2, timeout_s: float = 300.0) -> None:
+        self._size, self._timeout = receivers + 1, timedelta(seconds=patient(timeout_s))
         # At this address only: by itself the store listens on all interfaces.
         with listening(address) as door:
             port = door.getsockname()[1]

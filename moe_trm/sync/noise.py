@@ -24,13 +24,6 @@ class NormNoise:
 
     The published method adds it to 4-bit weights under low-rank adapters. Here it goes on top of any push.
     Source: QeRL (arXiv 2510.11696), equation 10; intervals as in its released code.
-
-    Attributes:
-        start, end: sigma of the first and the last stage.
-        stages: K.
-        steps: training steps of the run.
-        seed: of the run.
-        version: of the weights that are pushed.
     """
 
     start: float
@@ -62,14 +55,9 @@ class NormNoise:
 class RouterNoise:
     """Mismatch of routing alone, at a chosen dose: w + s std(w) z in the place of w in every router, z ~ N(0, 1).
 
-    std(w) is over the elements of the tensor. An instrument for experiments: it is no model of what separates two
-    engines, which differ in every tensor. Draws are the same on every rank, and again after a resumption.
-
-    Attributes:
-        relative: s.
-        each_push: a draw for each version; False: one for the run, of its seed and the tensor's name.
-        seed: of the run.
-        version: of the weights that are pushed.
+    s is `relative`, and std(w) is over the elements of the tensor. An instrument for experiments: it is no model of
+    what separates two engines, which differ in every tensor. Draws are the same on every rank, and again after a
+    resumption: one for the run, of its seed and the tensor's name, or with `each_push` one for each version.
     """
 
     relative: float

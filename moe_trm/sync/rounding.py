@@ -89,13 +89,9 @@ def is_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def fake_quantize(weight: Tensor, to: WeightFormat, block: int | None = None) -> Tensor:
-    """The nearest weights that `to` can hold, `[..., O, I]`, float32.
+    """The nearest weights that `to` can hold to finite `[..., O, I]` float32 ones, in float32.
 
-    Args:
-        weight: finite, `[..., O, I]`, float32.
-        to: the format.
-        block: side of the blocks that share a scale; None: one scale for each output channel. Blocks at the end may be
-            smaller.
+    `block`: side of the blocks that share a scale, smaller at the end; None: one scale for each output channel.
     """
     if block is None:
         return _to_grid(weight, weight.abs().amax(-1, keepdim=True), to)

@@ -130,17 +130,9 @@ class Memory:
 
 
 class Shard:
-    """An open safetensors file. Several threads may read it at the same time.
+    """An open safetensors file of `num_bytes` in all. Several threads may read it at the same time.
 
-    Args:
-        path: of the file.
-
-    Attributes:
-        num_bytes: of the whole file.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: its header is damaged.
+    Raises `OSError` where it cannot be opened, `ValueError` where its header is damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -50,16 +50,10 @@ class Fields:
 def read_examples(
     source: str | Path, fields: Fields | None = None, finish: Callable[[Example, str], Example] = lambda one, _: one
 ) -> list[Example]:
-    """Every row of a source (`rows.read_rows`).
+    """Every row of a source (`rows.read_rows`). `finish` makes the final example of one and its place.
 
-    Args:
-        source: where the rows are.
-        fields: their names.
-        finish: makes the final example of one and its place. Raises `ConfigError` too.
-
-    Raises:
-        ConfigError: as `read_rows`; no rows; rows whose question is neither text nor messages, or whose answer is
-            missing. All bad rows are told together.
+    Raises `ConfigError` as `read_rows` and `finish`, and for no rows, or rows whose question is neither text nor
+    messages, or whose answer is missing. All bad rows are told together.
     """
     examples, bad = list[Example](), list[ConfigError]()
     for row in read_rows(source, bad):

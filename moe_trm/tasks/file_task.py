@@ -20,14 +20,11 @@ class FileTask:
     """Prompts from examples; see `moe_trm.tasks.protocol.Task`.
 
     Args:
-        tokens: the checkpoint's tokenizer.
-        scorer: gives the rewards.
         train: training examples, at least one; every epoch uses all of them, in a different order.
         evaluation: held-out examples by the name of their set.
         seed: of the order.
         template: text with `{prompt}` in it; plain `{prompt}` where a question is a list of messages.
         chat: give the text as the user's message of the chat template. Messages always go through it.
-        reward_weights: see `Task.reward_weights`.
     """
 
     def __init__(
@@ -117,5 +114,5 @@ def _num_messages(example: Example) -> int:
 
 
 def _bytes_around(prompt: Prompt, example: Example) -> int:
-    """What a template writes around a message, at most: all that it wrote around those of this prompt."""
+    """Bytes that a template writes around a message, at most: those around the messages of this prompt."""
     return max(0, len(prompt.text.encode()) - _num_bytes(example)) + SPARE_BYTES

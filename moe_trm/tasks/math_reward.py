@@ -24,12 +24,9 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def math_verify(sample: RewardInput) -> float:
-    """Reward 1 when the text after the last `#` (the whole answer without one) equals the expected answer.
+    """Reward 1 when the text after the last `#` (the whole answer without one) equals the expected answer, else 0.
 
-    It is 0 when it does not, or when the answer has no end.
-
-    Raises:
-        ValueError: the expected answer is not mathematical.
+    An answer without an end gets 0. Raises `ValueError` where the expected answer is not mathematical.
     """
     if not sample.finished:
         return 0.0

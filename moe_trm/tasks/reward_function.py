@@ -25,11 +25,7 @@ _Waiting = tuple[RewardInput, "asyncio.Future[Any]"]
 class FunctionReward:
     """Scores samples with a function, however it wants to be called (`reward_adapter`).
 
-    Args:
-        function: its name, `package.module:function` or `path/to/file.py:function`.
-        timeout_s: longest one call may take.
-        processes: of a function that is not async.
-        key: where the name stands in the configuration.
+    `processes`: of a function that is not async. `key`: where its name stands in the configuration.
     """
 
     def __init__(self, function: str, *, timeout_s: float, processes: int = 1, key: str = "task.reward") -> None:

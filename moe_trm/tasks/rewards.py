@@ -97,10 +97,7 @@ def read_reward(
 ) -> Reward:
     """A number, or a dict of named numbers, whose weighted sum counts (a name without a weight has weight 1).
 
-    `place` is where the function is defined.
-
-    Raises:
-        RecordRejected: `<prefix>_type`, `<prefix>_nan`.
+    `place` is where the function is defined. Raises `RecordRejected` (`<prefix>_type`, `<prefix>_nan`).
     """
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) for name in value):

@@ -76,14 +76,9 @@ class Tokens:
     ) -> str:
         """Messages in the form of the tokenizer's chat template, ready for the assistant to answer.
 
-        Args:
-            messages: the conversation.
-            tools: JSON descriptions of the functions that the assistant may call.
-            variables: further names that the template knows.
-            opens_answer: end with what opens the assistant's answer.
-
-        Raises:
-            CheckpointError: no template, or one that cannot write these messages.
+        `tools` are JSON descriptions of functions, `variables` further names that the template knows. `opens_answer`:
+        end with what opens the assistant's answer. Raises `CheckpointError` for no template, or one that cannot write
+        these messages.
         """
         if not self.has_chat_template:
             raise CheckpointError(

@@ -17,7 +17,7 @@ _NAME = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 _ARITHMETIC = re.compile(r"\$\(\(([^$`'\"]*?)\)\)")
 _SOURCES = re.compile(r"^[ \t]*(?:source|\.)[ \t]", re.MULTILINE)
 _LEFT = re.compile(r"[$`*?~]|\{[^{}]*(?:,|\.\.)[^{}]*\}")
-"""What the shell would still replace."""
+"""Parts of a word that the shell would still replace."""
 _KEPT = re.compile(r"'[^'\n]*\$[^'\n]*'|\\\$")
 """A `$` that the shell leaves alone."""
 _MATHEMATICS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Mod: "%"}

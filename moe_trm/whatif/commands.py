@@ -107,10 +107,8 @@ def candidates(
 ) -> list[Candidate]:
     """The candidates: the recorded configuration first, then those asked for, or every preset and every loss.
 
-    A preset is tried with the recorded loss, a loss with the recorded correction. Those of `sweep` come last.
-
-    Raises:
-        ConfigError: rules that cannot be read, or a loss or rule that does not exist or cannot be loaded.
+    A preset is tried with the recorded loss, a loss with the recorded correction. Those of `sweep` come last. Raises
+    `ConfigError` for rules that cannot be read, or a loss or rule that does not exist or cannot be loaded.
     """
     config = recording.config
     found = [Candidate(AS_TRAINED if recording.trained else "defaults", config.correction, config.loss)]

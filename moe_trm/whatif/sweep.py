@@ -18,12 +18,8 @@ EXAMPLE = "trm_max.max_kl=1e-4:1, or trm_max.max_kl=1e-4:1:20 for 20 values"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The values of a threshold.
-
-    Attributes:
-        rule, threshold: which.
-        values: rising; evenly spaced on a logarithmic scale where both ends are above 0, else on a linear one.
-        logarithmic: which of the two.
+    """The values of a threshold of a rule, rising and evenly spaced: on a logarithmic scale where both ends are above
+    0.
     """
 
     rule: str
@@ -39,10 +35,7 @@ class Sweep:
         """One candidate for each value.
 
         Where the recorded configuration lists the rule, its other thresholds and the other rules stay; else the rule
-        stands alone.
-
-        Raises:
-            ConfigError: the configuration lists the rule more than once.
+        stands alone. Raises `ConfigError` where it is listed more than once.
         """
         listed = [rule for rule in config.correction.rules if rule.name == self.rule]
         if len(listed) > 1:

@@ -1,4 +1,4 @@
-"""Qwen3-Next on a real SGLang server: states of the gated delta rule through prefix cache, pieces and retraction.
+"""Qwen3-Next and Qwen3.5 on a real SGLang server: states of the delta rule through prefix cache, pieces and retraction.
 
 Every record is compared with Hugging Face's forward over its tokens in float32.
 """
@@ -28,9 +28,14 @@ PIECE = 64
 """Tokens that a prefill takes at once."""
 
 
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family("qwen3_next", tmp_path_factory.mktemp("hybrid"), seed=0)
+def hybrid(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family(family, tmp_path_factory.mktemp("hybrid"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +68,10 @@ def cached(server: Server) -> int:
 
 
 def test_a_push_is_proved_and_records_are_those_of_hugging_face(
-    served: tuple[Config, Server], hybrid: Path, tmp_path: Path
+    served: tuple[Config, Server], hybrid: Path, family: str, tmp_path: Path
 ) -> None:
     config, server = served
-    other = make_family("qwen3_next", tmp_path / "other", seed=1)
+    other = make_family(family, tmp_path / "other", seed=1)
     load(config, server, make_push(tmp_path / "pushes", other, 1))
     for record in sample(config, server, prompts(3)):
         check_against_hf(record, other)

@@ -29,6 +29,11 @@ OTHER_STAGE = "backend=deepspeed:stage=2:from=3"
 RECOMPUTE_2, RECOMPUTE_3 = (f"backend=deepspeed:stage={stage}:recompute=full" for stage in (2, 3))
 OFFLOAD_2, OFFLOAD_3 = (f"backend=deepspeed:stage={stage}:offload=1" for stage in (2, 3))
 BFLOAT16_2, BFLOAT16_3 = (f"backend=deepspeed:stage={stage}:dtype=bfloat16" for stage in (2, 3))
+# MiniMax-M2's selection bias stays float32, and its norms are over all heads.
+BFLOAT16_FAMILIES = [
+    *(f"{run}:model=minimax_m2:dtype=bfloat16" for run in (MEGATRON, ZERO_2)),
+    f"{ZERO_2}:dtype=bfloat16:model=deepseek_v32",
+]
 PACKED_MEGATRON = f"{MEGATRON}:layout=packed"
 PACKED_2, PACKED_3 = (f"backend=deepspeed:stage={stage}:layout=packed" for stage in (2, 3))
 PACKED_RECOMPUTE = f"{PACKED_3}:recompute=full"
@@ -39,7 +44,6 @@ SPARSE_FAMILIES = [
     "backend=deepspeed:stage=3:model=deepseek_v32",
     "backend=deepspeed:stage=2:recompute=full:model=glm_moe_dsa",
 ]
-BFLOAT16_SPARSE = "backend=deepspeed:stage=2:dtype=bfloat16:model=deepseek_v32"
 # Sigmoid scores, a bias and groups that choose, shared experts and a dense layer: the family most unlike the main one.
 MEGATRON_GLM, *MEGATRON_FAMILIES = (f"{MEGATRON}:model={name}" for name in sorted(FAMILIES, key="glm4_moe".__ne__))
 # An expert's rows are 24 bytes, which torch's grouped product refuses.
@@ -55,7 +59,7 @@ MORE = [PACKED_3, PACKED_RECOMPUTE, RECOMPUTE_2, RECOMPUTE_3, OFFLOAD_2, OFFLOAD
 EVERY = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in (*MORE, PACKED_MEGATRON))]
 WITH_BFLOAT16 = [
     *EVERY,
-    *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3, BFLOAT16_SPARSE)),
+    *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3, *BFLOAT16_FAMILIES)),
 ]
 EVERY_MODEL = [*WITH_BFLOAT16, *OTHER_FAMILIES]
 
@@ -81,7 +85,7 @@ class Finished:
         (MEGATRON_GLM,),
         (PACKED_MEGATRON,),
         tuple(MEGATRON_FAMILIES),
-        *((run,) for run in (*ZERO_FAMILIES, *SPARSE_FAMILIES, BFLOAT16_SPARSE, *PACKED_FAMILIES, *ODD_WIDTHS)),
+        *((run,) for run in (*ZERO_FAMILIES, *SPARSE_FAMILIES, *PACKED_FAMILIES, *ODD_WIDTHS, *BFLOAT16_FAMILIES)),
     )
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:

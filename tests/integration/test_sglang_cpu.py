@@ -278,3 +278,32 @@ assert torch.equal(again[1], kept[1])
 print("the same")
 """
     assert python(code, enabled=True) == "the same"
+
+
+def test_the_attention_of_qwen3_5_of_the_stand_in_is_that_of_transformers() -> None:
+    """Norms by head and gates, from slices as SGLang passes them, and its projections into the delta rule apart."""
+    code = """
+import sgl_kernel, torch
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
+ops, heads, groups, width = torch.ops.sgl_kernel, 4, 2, 8
+torch.manual_seed(0)
+norms = [Qwen3_5MoeRMSNorm(width, eps=1e-3) for _ in range(2)]
+for norm in norms:
+    norm.weight.data = torch.randn(width)
+q_gate, k, _ = torch.randn(3, 2 * heads * width + 2 * groups * width).split([64, 16, 16], -1)
+q, k_normed, gate = ops.fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, *(n.weight.data for n in norms), 1e-3, 8, heads)
+plain, plain_gate = q_gate.view(3, heads, 2 * width).chunk(2, -1)
+torch.testing.assert_close(q.view(3, heads, width), norms[0](plain))
+torch.testing.assert_close(k_normed.view(3, groups, width), norms[1](k.reshape(3, groups, width)))
+assert torch.equal(gate.view(3, heads, width), plain_gate)
+x = torch.randn(3, heads * width)
+expected = x * torch.sigmoid(gate.view(3, -1))
+ops.fused_sigmoid_mul_cpu(x, gate.view(3, -1))
+torch.testing.assert_close(x, expected)
+qkvz, ba = torch.randn(3, 2 * 2 * 8 + 2 * 4 * 6), torch.randn(3, 8)
+mixed, z, b, a = ops.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 2, 4, 8, 6)
+assert torch.equal(torch.cat([mixed, z.flatten(1)], 1), qkvz) and z.shape == (3, 4, 6)
+assert torch.equal(torch.cat([b, a], 1), ba)
+print("the same")
+"""
+    assert python(code, enabled=True) == "the same"

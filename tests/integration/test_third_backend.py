@@ -10,7 +10,7 @@ from tests.unit.rollout.test_scripted_servers import SCRIPTED
 
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
 STEPS, DIES_AT = 3, 24
-"""A step takes 16 answers, so the server dies in the second step."""
+"""A step takes 16 answers, so the server dies in the second step, unless requests are sent again before."""
 
 
 def test_a_run_trains_on_the_third_engine_whose_server_is_killed_and_restarted(
@@ -30,5 +30,7 @@ def test_a_run_trains_on_the_third_engine_whose_server_is_killed_and_restarted(
     assert (rows[-1]["rollout/losses"], rows[-1]["rollout/recoveries"]) == (1, 1)
     assert rows[-1]["ledger/trained"] + rows[-1]["ledger/rejected"] == 16 * STEPS
     lives = (run / "rollout.log").read_text().split("a life begins")[1:]
-    pushed = [re.findall(r"^loaded (\d+)-", life, re.MULTILINE) for life in lives]
-    assert pushed == [["0", "1"], [str(version) for version in range(1, STEPS + 1)]]
+    first, second = ([int(found) for found in re.findall(r"^loaded (\d+)-", life, re.MULTILINE)] for life in lives)
+    # Where the machine is busy, requests are sent again, and the server may die before the second step.
+    assert first in ([0], [0, 1])
+    assert second in ([*range(STEPS + 1)], [*range(1, STEPS + 1)])

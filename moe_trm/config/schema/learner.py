@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     """Learning rate after warm-up. `constant`; `linear` or `cosine`: down to `optimizer.min_lr`; `wsd`: constant,
     then linear down at the end."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where the schedule ends; at most `optimizer.lr`."""
+    """The rate at which the schedule ends; at most `optimizer.lr`."""
     decay_steps: Positive | None = None
     """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run
     (steps x minibatches x epochs)."""

@@ -20,7 +20,7 @@ class ServerConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 30100
     """TCP port; 0: any free one (only with `moe-trm train`, which tells both sides)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the server computes; `auto`: CUDA where there is one."""
+    """The device on which the server computes; `auto`: CUDA where there is one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Arithmetic of the rollout engine."""
     fp32_head: bool = False

@@ -38,12 +38,7 @@ def factor_name(module: str, factor: str) -> str:
 class AdapterStart:
     """Factors to start from, in float32 on the CPU, the same on every layout.
 
-    A is uniform within 1 / sqrt(I), as peft has it, and B is zero. With an adapter's own factors, it is those.
-
-    Args:
-        rank: R.
-        seed: of the run.
-        given: the factors of an adapter by `factor_name`; None: random ones.
+    A is uniform within 1 / sqrt(I), as in peft, and B is zero; or both are `given`, by `factor_name`.
     """
 
     def __init__(self, rank: int, seed: int, given: Mapping[str, Tensor] | None = None) -> None:
@@ -85,10 +80,8 @@ class Factors(nn.Module):
 class Adapter(nn.Module):
     """Change of one parameter of the model.
 
-    Args:
-        parts: for each matrix that the parameter is made of, its factors, or the shape of one that has none.
-        scale: alpha / rank.
-        pack: the matrices in their order -> the parameter.
+    `parts` has, for each matrix that the parameter is made of, its factors, or the shape of one without. `pack` makes
+    the parameter of the matrices. `scale` is alpha / rank.
     """
 
     def __init__(
@@ -127,13 +120,10 @@ def merged(base: Tensor, product: Tensor, scale: float) -> Tensor:
 
 
 def merge_in_passes(owners: Iterable[tuple[nn.Module, str, Adapter]]) -> None:
-    """Give modules their merged weights while they are forwarded.
+    """Give modules their merged weights while they are forwarded: `owners` are module, parameter's name, and adapter.
 
     The weight is made before each forward, also before one that recomputes activations, and is gone after it. Call it
     last: what other hooks of the same modules read is then the merged weight.
-
-    Args:
-        owners: module, name of its parameter, adapter of that parameter.
     """
     for module, name, adapter in owners:
         module.register_forward_pre_hook(partial(_put, name, adapter))

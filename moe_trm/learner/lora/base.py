@@ -18,14 +18,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def base_checksum(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> int:
-    """A number that changes with any bit of the base, the same on every layout. Collective.
+    """A number that changes with any bit of the base, the same on every layout. Collective over ranks of `device`.
 
     Each element's bits count as an integer, times a number that its tensor's name gives; the sum over the model is
-    taken modulo 2^47. It does not see elements that change places within a tensor.
-
-    Args:
-        tensors: names and parts that this rank answers for: of all ranks together, each element once, beside zeros.
-        device: of the collective.
+    taken modulo 2^47. It does not see elements that change places within a tensor. Over all ranks, `tensors` have each
+    element once, beside zeros.
     """
     total = 0
     for name, tensor in tensors:

@@ -38,14 +38,9 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 def write_adapter(
     folder: Path, factors: Mapping[str, Tensor], lora: LoraConfig, matrices: Collection[str], base: str
 ) -> None:
-    """Write an adapter that peft loads.
+    """Write an adapter that peft loads into an existing folder.
 
-    Args:
-        folder: an existing one.
-        factors: by `factor_name`.
-        lora: rank and alpha.
-        matrices: modules of the model that could have an adapter, with those that have one.
-        base: the checkpoint that the adapter belongs to.
+    `matrices` are the modules that could have an adapter. `base` is the checkpoint that the adapter belongs to.
     """
     alpha = lora.alpha
     modules = {name.rsplit(".", 2)[0] for name in factors}
@@ -82,16 +77,10 @@ def target_modules(modules: Collection[str], matrices: Collection[str]) -> list[
 def read_adapter(
     folder: str | Path, lora: LoraConfig, modules: Collection[str], checkpoint: HfCheckpoint
 ) -> dict[str, Tensor]:
-    """The factors in an adapter's folder, by `factor_name`, on the CPU.
+    """The factors in an adapter's folder, as peft writes it, by `factor_name`, on the CPU.
 
-    Args:
-        folder: as peft writes it.
-        lora: the adapters of this run.
-        modules: those that this run adapts.
-        checkpoint: of the base, whose shapes the factors must have.
-
-    Raises:
-        CheckpointError: no such files, another kind, rank, scale or set of matrices, another shape.
+    Raises `CheckpointError` for missing files, and for another kind, rank, scale or set of matrices than `modules`, or
+    other shapes than those of `checkpoint`.
     """
     _check_config(Path(folder), lora)
     path = Path(folder) / WEIGHTS

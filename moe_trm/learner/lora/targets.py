@@ -33,12 +33,8 @@ _MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*(norm|conv1d)\.weight$|.*\.ind
 def check_lora(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:
     """Refuse adapters that this model or layout cannot have, before anything is loaded.
 
-    Args:
-        config: the whole run.
-        hf: config.json of the checkpoint.
-
-    Raises:
-        ConfigError: a target that no matrix of the model has, or experts whose matrices are shared between ranks.
+    Raises `ConfigError` for a target that no matrix of the model has, and for experts whose matrices are shared between
+    ranks.
     """
     family, lora = find_family(hf), learner.lora
     if not lora.rank or family is None:
@@ -74,15 +70,9 @@ def modules_of(hf: Mapping[str, Any], checkpoint_names: Collection[str]) -> froz
 
 
 def adapted_modules(tensors: Collection[str], lora: LoraConfig, hf: Mapping[str, Any]) -> frozenset[str]:
-    """Modules whose matrix gets an adapter, e.g. `model.layers.0.self_attn.q_proj`.
+    """Modules whose matrix gets an adapter, e.g. `model.layers.0.self_attn.q_proj`, among the model's tensors.
 
-    Args:
-        tensors: Hugging Face names of the model's tensors.
-        lora: the adapters.
-        hf: config.json of the model.
-
-    Raises:
-        ConfigError: a target that no matrix of a decoder layer has.
+    Raises `ConfigError` for a target that no matrix of a decoder layer has.
     """
     modules = matrix_modules(tensors, hf)
     found: set[str] = set()

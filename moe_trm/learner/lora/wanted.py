@@ -15,13 +15,7 @@ from moe_trm.learner.lora.targets import adapted_modules, modules_of
 
 @dataclass(frozen=True)
 class WantedAdapters:
-    """The adapters of a whole model.
-
-    Attributes:
-        modules: Hugging Face modules with an adapter.
-        lora: their rank and scale.
-        start: values of the factors.
-    """
+    """The adapters of a whole model: the Hugging Face modules that have one, rank and scale, and their first values."""
 
     modules: frozenset[str]
     lora: LoraConfig

@@ -68,14 +68,8 @@ def plain(name: str) -> str:
 
 
 class Names:
-    """Hugging Face names of one model's Megatron parameters.
-
-    Args:
-        hf: its config.json.
-        where: that file, for messages.
-
-    Raises:
-        CheckpointError: a family this conversion does not know.
+    """Hugging Face names of one model's Megatron parameters. Raises `CheckpointError`, naming `where`, for other
+    families.
     """
 
     def __init__(self, hf: Mapping[str, Any], where: str = "config.json") -> None:

@@ -21,12 +21,9 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Install the patches for this process; a second call does nothing.
+    """Install the patches for this process, before any Megatron object is built; a second call does nothing.
 
-    Must run before any Megatron object is built.
-
-    Raises:
-        ConfigError: CUDA is present, where Megatron must run unpatched.
+    Raises `ConfigError` where CUDA is present: Megatron must run unpatched there.
     """
     if torch.cuda.is_available():
         raise ConfigError(

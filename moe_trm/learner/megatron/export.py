@@ -37,11 +37,8 @@ class OwnedTensors:
     whole. Whole tensors are assembled one at a time in host memory, all of them before the first is yielded: a receiver
     that takes the ranks in turn must not keep the others from sending their parts.
 
-    Args:
-        chunks: this rank's model. Its parameters are found once: they keep their places as long as it lives.
-        hf: config.json of the checkpoint.
-        value: of a parameter: what passes compute with, without a gradient. It is merged with its adapter, where it
-            has one.
+    Parameters are found once: they keep their places as long as the model lives. `value` of a parameter is what passes
+    compute with, merged with its adapter where it has one.
     """
 
     def __init__(

@@ -25,15 +25,9 @@ def layers_here(learner: LearnerConfig) -> Layers:
 
 
 def choose_layers(learner: LearnerConfig, *, cuda: bool, transformer_engine: bool) -> Layers:
-    """Choose the layers to build, given the machine's abilities.
+    """Choose the layers to build, given whether there is a device, and whether `transformer_engine.pytorch` imports.
 
-    Args:
-        learner: the settings.
-        cuda: whether there is a device.
-        transformer_engine: whether `transformer_engine.pytorch` imports.
-
-    Raises:
-        ConfigError: a setting needs Transformer Engine, which cannot be used here.
+    Raises `ConfigError` where a setting needs Transformer Engine, which cannot be used here.
     """
     switch, _ = layers_switch(learner, cuda=cuda, transformer_engine=lambda: transformer_engine)
     if switch == "on":

@@ -21,12 +21,6 @@ def check_layout(
 ) -> None:
     """Refuse what this model or this Megatron-Core cannot do, or is not known to do, with the reason.
 
-    Args:
-        config: the whole run.
-        megatron_version: of the installed Megatron-Core, e.g. "0.16.1".
-        hf_config: of the checkpoint (`read_hf_config`).
-        world_size: number of learner ranks, when it is known.
-
     Raises:
         ConfigError: a layout or combination that is refused.
         CheckpointError: a model this learner does not support.

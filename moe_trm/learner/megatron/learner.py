@@ -35,20 +35,13 @@ from routing.replay import Recorded, RouteSource
 
 
 class MegatronLearner(LearnerBase):
-    """`Learner` on Megatron-Core.
-
-    Every call is collective over the ranks; build it with `build.build_megatron_learner`.
+    """`Learner` on Megatron-Core. Every call is collective; build it with `build.build_megatron_learner`.
 
     Args:
         chunks: this rank's part of the model, one chunk per virtual pipeline stage.
         wrapped: `chunks` inside Megatron's data-parallel wrapper.
-        optimizer: applies the steps.
         replayer: attached to `wrapped`; None for a dense model.
-        exporter: writes weights in Hugging Face form.
-        training: saves and restores weights and optimizer.
-        parts: cuts micro-batches for this rank.
         temperature: of the rollout; divides the logits in every pass.
-        device: where the model lives.
         computes_in: rounding of the weights in every pass; None: passes use them as they are.
         frozen_base: adapters alone train, so copies of the weights are copies of adapters.
         noise: on the inputs of layers in updates.

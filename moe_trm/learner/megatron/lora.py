@@ -29,13 +29,10 @@ from moe_trm.models.family import Link
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of one matrix, as this rank holds it.
+    """One factor of one matrix: `name` is the `factor_name` of the whole, `parameter` this rank's part of it.
 
-    Attributes:
-        name: `factor_name` of the whole one.
-        base: Megatron's global name of the parameter that it changes.
-        parameter: this rank's part.
-        dim: dimension in which tensor-parallel ranks cut it; None: each has all of it.
+    `base`: Megatron's global name of the parameter that it changes. `dim`: dimension in which tensor-parallel ranks cut
+    it; None: each has all of it.
     """
 
     name: str
@@ -88,17 +85,9 @@ class MegatronAdapters:
 
 
 def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: WantedAdapters) -> MegatronAdapters:
-    """Give matrices adapters, and freeze everything else.
+    """Give matrices adapters, and freeze everything else, once the weights are loaded and before `wrap_model`.
 
-    Call it when the weights are loaded, before `wrap_model`.
-
-    Args:
-        chunks: this rank's model.
-        hf: config.json of the checkpoint.
-        wanted: the adapters of the whole model.
-
-    Raises:
-        ConfigError: a matrix that Megatron-Core's layers hold in a form that has no adapters.
+    Raises `ConfigError` for a matrix that Megatron-Core's layers hold in a form that has no adapters.
     """
     found = MegatronAdapters()
     owners = {

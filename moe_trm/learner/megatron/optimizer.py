@@ -79,10 +79,6 @@ class MegatronGuardedOptimizer(Steps):
     """AdamW with a schedule. It refuses non-finite gradients; a refused step does not advance the schedule.
 
     Args:
-        chunks: this rank's model.
-        wrapped: the same in Megatron's data-parallel wrapper.
-        settings: of the run.
-        rate: the learning rate of each step.
         loss_scale: of a float16 model; its gradients are divided by it. Megatron's own scales would differ between
             dense and expert parameters.
         bf16: whether the model is bfloat16. As of float16, the optimizer then keeps float32 master weights.
@@ -90,8 +86,7 @@ class MegatronGuardedOptimizer(Steps):
         offloaded: keep it on the host, and step there.
         factors: of adapters.
 
-    Raises:
-        ConfigError: an option that Megatron does not have, or parameter groups that cannot be.
+    Raises `ConfigError` for an option that Megatron does not have, and for impossible parameter groups.
     """
 
     def __init__(

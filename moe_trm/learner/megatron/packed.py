@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def packed_parameters(layout: AnyLayout, device: torch.device, *, latent: bool) -> PackedSeqParams | None:
-    """Where the sequences of a pack begin, for Megatron's rotary embedding and attention; None for padded rows.
+    """The starts of a pack's sequences, for Megatron's rotary embedding and attention; None for padded rows.
 
     The layers of a CPU get the lengths of the sequences, and no starts: `PolicyModel` gives them the rotary angles of
     every column. Layers with latent attention make these angles themselves, from the starts.
@@ -50,12 +50,7 @@ def packed_parameters(layout: AnyLayout, device: torch.device, *, latent: bool) 
 def check_packed(layers: Layers, hf_config: Mapping[str, Any]) -> None:
     """Refuse packs where this machine's layers have no attention for them, or none that was ever proved.
 
-    Args:
-        layers: those this machine builds.
-        hf_config: config.json of the checkpoint.
-
-    Raises:
-        ConfigError: Megatron's local layers on CUDA, or an unusual attention in Transformer Engine's.
+    Raises `ConfigError` for Megatron's local layers on CUDA, and for an unusual attention in Transformer Engine's.
     """
     family = family_of(hf_config, "config.json")
     reason = ""

@@ -28,11 +28,8 @@ KNOWN = 16
 class Parts:
     """Cuts micro-batches for this rank and brings results together again. Needs initialised Megatron parallel groups.
 
-    Tensor parallelism always comes with sequence parallelism here.
-
-    Args:
-        columns: what the number of columns that a rank computes is a multiple of.
-        packed: micro-batches are forwarded as packs of their tokens, not as padded rows.
+    Tensor parallelism always comes with sequence parallelism here. The number of columns that a rank computes is a
+    multiple of `columns`. `packed`: micro-batches are forwarded as packs of their tokens, not as padded rows.
 
     Attributes:
         leads: whether this rank speaks for its rows: the first of the ranks that share them.

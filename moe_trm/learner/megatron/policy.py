@@ -19,12 +19,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPT model whose last stage returns scores instead of logits.
 
     The scores are those of `learner.scoring.score_hidden`, `[P, B, R]` float32, when the model's `labels` are a
-    `Scoring`.
-
-    Args:
-        real_vocab_size: ids of the vocabulary; `vocab_size` may be padded.
-        names: Hugging Face names of the parameters.
-        options: of Megatron's model.
+    `Scoring`. `vocab_size` may be padded; the vocabulary has `real_vocab_size` ids.
     """
 
     def __init__(self, *, real_vocab_size: int, names: Names, **options: Any) -> None:

@@ -18,14 +18,10 @@ WEIGHT = "weight/"
 
 
 def saved_tensors(reader: PieceReader, hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every trained tensor under its Hugging Face name, in the dtype of the master weights.
+    """Every trained tensor under its Hugging Face name, in the dtype of the master weights, from a checkpoint of any
+    layout.
 
-    Args:
-        reader: of a checkpoint of any layout.
-        hf: config.json of the model.
-
-    Raises:
-        CheckpointError: a parameter that this model does not have, or one of which a part is missing.
+    Raises `CheckpointError` for a parameter that this model does not have, or one of which a part is missing.
     """
     names, shape, tied = convert.Names(hf), convert.heads(hf), bool(hf.get("tie_word_embeddings", False))
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)

@@ -34,20 +34,16 @@ Loss = Callable[[int, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Routed:
-    """What one pass of this rank's routers yields: the routes if they were to be recorded, and the scores."""
+    """Results of one pass of this rank's routers: the routes if they were to be recorded, and the scores."""
 
     recorded: Recorded | None = None
     scores: RouterScores | None = None
 
 
 class Schedule:
-    """Runs micro-batches. Every call is collective over the ranks of one model.
+    """Runs micro-batches on `wrapped`, Megatron's data-parallel wrapper. Collective over the ranks of one model.
 
-    Args:
-        wrapped: this rank's chunks inside Megatron's data-parallel wrapper.
-        parts: cuts micro-batches and brings scores together.
-        replayer: attached to `wrapped`; None for a dense model.
-        device: where the model lives.
+    `replayer` is attached to it; None for a dense model.
     """
 
     def __init__(

@@ -19,12 +19,8 @@ REPEATED = 2
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
-
-    Attributes:
-        layers: 0-based decoder layers, which follow each other; may be empty.
-        embedding: whether it begins with the embedding.
-        loss: whether it ends with the last norm, the output layer and the loss.
+    """One stage: 0-based decoder layers in a row, possibly none; with the embedding, or with the last norm and the
+    loss.
     """
 
     layers: range

@@ -89,14 +89,9 @@ class Master:
 
 
 class MegatronState:
-    """The state of one rank's model and optimizer.
+    """The state of one rank's model and optimizer. With `factors` of adapters, nothing else trains.
 
-    Args:
-        chunks: this rank's model, one chunk per virtual pipeline stage.
-        optimizer: its optimizer.
-        hf: config.json of the model.
-        factors: of adapters, where there are any; nothing else trains then.
-        identity: of the model that they belong to.
+    `chunks`: one for each virtual pipeline stage. `identity`: of the model that adapters belong to.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Where an agent runs: its function in a process of all agents, or a command line started for every sample."""
+"""Hosts of agents: its function in a process of all agents, or a command line started for every sample."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def environment_of(base_url: str, api_key: str, folder: Path) -> dict[str, str]:
 
 
 def search_path() -> str:
-    """Where programs are looked for: beside the run's own Python first."""
+    """The search path of programs, which begins beside the run's own Python."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 

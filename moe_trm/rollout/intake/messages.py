@@ -13,7 +13,7 @@ from moe_trm.runtime.shared_blocks import Block
 
 
 class IntakeSettings(msgspec.Struct, frozen=True):
-    """What a process begins with.
+    """Settings of an intake process.
 
     `answers` names the engine's `AnswerFormat` (`package.module:Class`). `timeout_s` and `max_attempts` are those of a
     request; `tokenizer` is a checkpoint's folder, empty for none.

@@ -195,7 +195,10 @@ class ServerClient(ABC):
         """
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
-        """As `load`, by a broadcast of the learner ranks. Asked where `EngineTraits.takes_broadcasts` is set."""
+        """As `load`, by a broadcast of the learner ranks.
+
+        Asked where the engine has `EngineTraits.broadcast_receivers`.
+        """
         raise SyncError("this engine takes no broadcasts", where=http.url)
 
     async def loaded(self, http: EngineHttp) -> None:  # noqa: B027 (most servers begin with the checkpoint's weights)

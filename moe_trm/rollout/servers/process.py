@@ -219,7 +219,7 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_pa
     lost = 0
 
     def write(data: bytes) -> None:
-        """What a full disk does not take is left out, and said once there is room: the copy must go on."""
+        """Write to the log. The copy goes on when the disk is full, and says what is missing once there is room."""
         nonlocal lost
         data = data.replace(secret, b"***")
         note = b"[%d bytes are missing here: this log could not be written]\n" % lost if lost else b""

@@ -142,7 +142,7 @@ def gap(pairs: Iterable[tuple[Array, Array]]) -> float:
 
 
 def cause(decode_gap: float, learner_gap: float | None, bounds: Bounds) -> str:
-    """What is wrong by the two gaps, in words; empty: nothing. What is not a number is wrong."""
+    """The fault that the two gaps show, in words; empty: none. A gap that is not a number is a fault."""
     decodes_alike = decode_gap <= bounds.decode
     scores_alike = learner_gap is None or learner_gap <= bounds.learner
     decoded = f"decoding differs from the same engine's prefill by {decode_gap:.2g} nats a token"

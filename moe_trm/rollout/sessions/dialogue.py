@@ -67,7 +67,7 @@ class Dialogue:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the dialogue ended: `length` at a limit, else None, and the last answer says why."""
+        """The end of the dialogue: `length` at a limit, else None, and the last answer has the reason."""
         return "length" if self.ended else None
 
     async def __call__(self, op: str, arguments: Mapping[str, Any]) -> Any:

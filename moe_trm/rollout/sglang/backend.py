@@ -24,7 +24,6 @@ from moe_trm.rollout.sglang.served_differences import (
     check_intervals,
     check_layers,
     check_options,
-    check_states,
     remark_on_epsilons,
 )
 from moe_trm.rollout.sglang.start_folder import check_quantised
@@ -44,7 +43,6 @@ class SglangBackend(SglangAnswers, ServerBackend):
         hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
         refuse_together(
             lambda: check_quantised(config.rollout, config.model),
-            lambda: check_states(hf, where),
             lambda: check_indexer(hf, where),
             lambda: check_intervals(hf, where),
             lambda: check_layers(hf, where),

@@ -44,7 +44,7 @@ Else they are `q_proj`, and each is a tensor of its own.
 """
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _SHARED_GATE = ".mlp.shared_expert_gate.weight"
-"""What models with the gated delta rule have in every layer, and the other families not."""
+"""A tensor that models with the gated delta rule have in every layer, and no other family."""
 _DELTA = re.compile(r"(.*\.linear_attn)\.in_proj_(qkv|z|b|a)\.weight")
 """Qwen3.5: projections into the gated delta rule that Qwen3-Next has in two tensors, as the engine holds them."""
 _HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32", "A_log": "float32"}
@@ -84,7 +84,7 @@ def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int
 
 
 class Layout(NamedTuple):
-    """What the names of a push say about the engine's tensors. It is the same from push to push."""
+    """The engine's tensors by the names of a push, which are the same from push to push."""
 
     tensor_of: Mapping[str, str]
     """Engine tensor of each Hugging Face tensor."""

@@ -127,7 +127,7 @@ def decode_answer(body: bytes | memoryview) -> Answer:
 
 
 def _finish_reason(answer: Answer, *, partial: bool) -> str:
-    """How it ended. Raises `RecordRejected` where that is not the end of a record."""
+    """The finish reason. Raises `RecordRejected` where that is not the end of a record."""
     reason = answer.meta_info.finish_reason
     if reason is None or reason.type not in ("stop", "length", "abort"):
         raise RecordRejected(

@@ -33,28 +33,12 @@ READ_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Those of `LAYER_KEYS` that SGLang reads, by architecture. Without any, every layer is a mixture of experts."""
 _SAID = MappingProxyType({"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True})
-"""What MiniMax-M2 has in transformers whatever config.json says, and in SGLang where it says so."""
+"""Settings that MiniMax-M2 always has in transformers, and in SGLang where config.json says so."""
 HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
 _INTERVAL = "full_attention_interval"
 _EVERY_NORM = 1e-5
 """SGLang's epsilon in every norm of OLMoE."""
-
-
-def check_states(hf: HfConfig, where: str) -> None:
-    """Refuse Qwen3.5: what SGLang holds of it was never compared with a push.
-
-    Raises:
-        CheckpointError: it is one.
-    """
-    if hf.get("architectures") == ["Qwen3_5MoeForCausalLM"]:
-        raise CheckpointError(
-            "this model is not served yet",
-            where=f"{where}, architectures",
-            got="Qwen3_5MoeForCausalLM, which SGLang 0.5.23 serves on CUDA only; no push was ever proved",
-            expected="a family that docs/models.md has for SGLang",
-            fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
-        )
 
 
 def config_overrides(hf: HfConfig) -> dict[str, int]:

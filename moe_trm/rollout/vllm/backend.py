@@ -38,7 +38,8 @@ class VllmBackend(VllmAnswers, ServerBackend):
     def check(self, config: Config) -> None:
         """Refuse indexers, quantised checkpoints, masks with more kept ids than log-probs can tell.
 
-        Also a start without vLLM. Raises `CheckpointError`, `ConfigError`.
+        Also a cache smaller than the longest sequence, and a start without vLLM. Raises `CheckpointError`,
+        `ConfigError`.
         """
         hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
         check_indexer(hf, where)
@@ -51,6 +52,16 @@ class VllmBackend(VllmAnswers, ServerBackend):
                 got=hf["quantization_config"].get("quant_method"),
                 expected="none",
                 fix="Train it with rollout.engine=sglang, or from a dequantised checkpoint.",
+            )
+        server, longest = config.rollout.server, int(hf["max_position_embeddings"])
+        shortened = any(argument.startswith("--max-model-len") for argument in server.extra_args)
+        if config.rollout.starts_server and server.max_total_tokens < longest and not shortened:
+            raise ConfigError(
+                "vLLM does not start with a cache that is smaller than the longest sequence of the model",
+                where="config key rollout.server.max_total_tokens",
+                got=server.max_total_tokens,
+                expected=f"at least {longest}, max_position_embeddings of {where}",
+                fix='Or allow shorter sequences only: rollout.server.extra_args=["--max-model-len=N"].',
             )
         kept = config.rollout.top_k or int(hf["vocab_size"])
         if config.keeps_masks and kept > LISTED_IDS:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from packaging.version import Version
@@ -14,7 +15,7 @@ from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.vllm.parse import parse_turn
 from moe_trm.rollout.vllm.request import generate_request
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import SamplingParams
 
 WEIGHTS = "/moe_trm/weights"
@@ -30,7 +31,7 @@ class VllmClient(ServerClient):
     """See `ServerClient`. The proof of a push is the digest of every tensor that each worker read."""
 
     def __init__(self, requirements: Requirements) -> None:
-        self._needs = requirements
+        self._needs, self._joined = requirements, False
 
     async def check(self, http: EngineHttp) -> None:
         """Compare what the server was started with, and look at the log-probs of one answer. Raises `EngineError`."""
@@ -90,24 +91,43 @@ class VllmClient(ServerClient):
     async def load(self, http: EngineHttp, delivery: Delivery) -> None:
         """Load the folder once nothing is sampled; samples that come meanwhile wait at the server's door."""
         push = delivery.push
-        try:
+        with loading(push.directory):
             # A sample that is kept for the new weights must not be let in before they are on their way.
             await http.post("/moe_trm/hold", {})
             with delivery.keeping:
-                label = label_of(push.version, self._needs.run)
-                told = await http.post(WEIGHTS, {"folder": push.directory, "version": label})
-                if told["version"] != label:
-                    raise SyncError(
-                        "the server labels its weights with another version", got=told["version"], expected=label
-                    )
+                workers = await self._push(http, push.version, {"folder": push.directory})
                 if delivery.expected is not None:
-                    _compare(told["workers"], await delivery.expected, push.directory)
-        except EngineLost:
-            raise
-        except EngineError as error:
-            raise SyncError(
-                "the server did not load the push", where=push.directory, got=error.got, fix=error.fix
-            ) from error
+                    _compare(workers, await delivery.expected, push.directory)
+
+    async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
+        """The same from the broadcasts of the learner ranks, with which the worker forms groups the first time."""
+        tensors = [(s.meeting.group, [(e.name, e.dtype, e.shape) for e in s.entries]) for s in shares]
+        with loading("sync.method=distributed"):
+            if not self._joined:
+                meetings = [(share.meeting.group, share.meeting.address, share.meeting.port) for share in shares]
+                await http.post("/moe_trm/join", {"meetings": meetings})
+                self._joined = True
+            workers = await self._push(http, version, {"shares": tensors})
+        _compare(workers, {entry.name: entry.digest for share in shares for entry in share.entries}, "broadcast")
+
+    async def _push(self, http: EngineHttp, version: int, weights: Mapping[str, object]) -> list[dict[str, str]]:
+        """The tensors that each worker read, with their digests."""
+        label = label_of(version, self._needs.run)
+        told = await http.post(WEIGHTS, {**weights, "version": label})
+        if told["version"] != label:
+            raise SyncError("the server labels its weights with another version", got=told["version"], expected=label)
+        return list(told["workers"])
+
+
+@contextmanager
+def loading(where: str) -> Iterator[None]:
+    """Make a refusal of the server the failure of a push; a server that is gone stays `EngineLost`."""
+    try:
+        yield
+    except EngineLost:
+        raise
+    except EngineError as error:
+        raise SyncError("the server did not load the push", where=where, got=error.got, fix=error.fix) from error
 
 
 def _compare(workers: list[dict[str, str]], expected: Mapping[str, str], folder: str) -> None:

@@ -52,6 +52,6 @@ async def _asked(http: EngineHttp, token_ids: Sequence[int], **params: int) -> A
 
 
 def _numbers(logprobs: Sequence[float]) -> Array:
-    """What has no log-prob has NaN."""
+    """NaN where there is no log-prob."""
     told = np.array(logprobs, np.float64)
     return np.where(told > NO_LOGPROB, told, np.nan)

@@ -69,7 +69,8 @@ def launch_command(
         "--dtype": settings.dtype,
         "--tensor-parallel-size": settings.tensor_parallel,
         "--block-size": BLOCK_TOKENS,
-        "--num-gpu-blocks-override": -(-settings.max_total_tokens // BLOCK_TOKENS),
+        # One more: vLLM keeps an empty block.
+        "--num-gpu-blocks-override": 1 - (-settings.max_total_tokens // BLOCK_TOKENS),
         "--max-num-seqs": settings.max_running_requests,
         "--seed": seed,
         "--max-logprobs": min(LISTED_IDS, int(hf["vocab_size"])),

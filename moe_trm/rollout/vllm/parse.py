@@ -148,7 +148,7 @@ def _malformed(got: str) -> RecordRejected:
 
 
 def _finish_reason(choice: VllmChoice, *, partial: bool) -> str:
-    """How it ended. Raises `RecordRejected` where that is not the end of a record."""
+    """The finish reason. Raises `RecordRejected` where that is not the end of a record."""
     if choice.finish_reason not in ("stop", "length", "abort"):
         raise _malformed(f"finish reason {choice.finish_reason}")
     if choice.finish_reason == "abort" and not (partial and choice.token_ids):

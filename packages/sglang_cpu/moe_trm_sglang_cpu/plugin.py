@@ -89,6 +89,7 @@ def _register_elementwise() -> None:
     for target, around in {
         "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm._forward_naive": over_all_heads,
         f"{operators}.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": gated,
+        f"{operators}.attention.fla.layernorm_gated.RMSNorm.forward": gated,
         f"{operators}.elementwise.elementwise._launch_fused_gate_sigmoid_mul": shared_gate,
     }.items():
         HookRegistry.register(target, around, HookType.AROUND)

@@ -49,6 +49,8 @@ class Door:
             await _reply(send, 200, _served(scope["app"].state.engine_client) | {"version": self._version})
         elif scope["path"] == "/moe_trm/weights":
             await self._load(scope["app"].state.engine_client, json.loads(await _body(receive)), send)
+        elif scope["path"] == "/moe_trm/join":
+            await self._join(scope["app"].state.engine_client, json.loads(await _body(receive)), send)
         elif scope["path"] == "/moe_trm/hold":
             self._held = True
             await _reply(send, 200, {})
@@ -70,14 +72,24 @@ class Door:
                 self._answering -= 1
                 self._changed.notify_all()
 
-    async def _load(self, engine: Any, asked: dict[str, str], send: Send) -> None:
+    async def _join(self, engine: Any, asked: dict[str, Any], send: Send) -> None:
+        """Let the workers form a group with each learner rank that will broadcast."""
+        try:
+            await engine.collective_rpc("moe_trm_join", args=(asked["meetings"],))
+        except Exception as error:  # noqa: BLE001 - as in `_load`
+            await _reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            await _reply(send, 200, {})
+
+    async def _load(self, engine: Any, asked: dict[str, Any], send: Send) -> None:
         """Load a push once nothing is being answered, and empty the prefix cache."""
+        work = ("moe_trm_load", asked["folder"]) if "folder" in asked else ("moe_trm_receive", asked["shares"])
         try:
             async with self._loading:
                 async with self._changed:
                     await self._changed.wait_for(lambda: not self._answering)
                 self._version = NO_PUSH
-                workers = await engine.collective_rpc("moe_trm_load", args=(asked["folder"],))
+                workers = await engine.collective_rpc(work[0], args=work[1:])
                 if not await engine.reset_prefix_cache():
                     raise RuntimeError("the prefix cache could not be emptied: requests still hold it")
                 self._version = str(asked["version"])
@@ -96,7 +108,7 @@ class Door:
 
 
 def _served(engine: Any) -> dict[str, Any]:
-    """What the server was started with."""
+    """The settings that the server was started with."""
     config = engine.vllm_config
     model = config.model_config
     return {

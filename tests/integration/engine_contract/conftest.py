@@ -49,7 +49,7 @@ def vllm_server(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(
     params=[
         pytest.param(SCRIPTED, id="scripted"),
-        pytest.param("sglang", id="sglang", marks=pytest.mark.slow),
+        pytest.param("sglang", id="sglang"),
         pytest.param("vllm", id="vllm", marks=pytest.mark.slow),
     ]
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.servers.use_proof import BOUNDS, ServerUnfit
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.rollout.sessions.conversation import Conversation
+from moe_trm.sync.distributed import Sender, announce
+from moe_trm.sync.manifest import Share
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import RolloutRecord, SamplingParams
 from tests.integration.engine_contract.conftest import skip_without, started
 from tests.integration.engine_contract.subject import ENGINES, KEY, Subject, settings
@@ -101,6 +106,40 @@ def test_each_token_of_a_sample_that_meets_a_push_is_of_its_version(
         if mixed:
             break
     assert mixed or partial == "wait"
+
+
+def test_ranks_that_broadcast_push_their_own_tensors(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """Two ranks, experts apart; then a tensor that changes on its way is refused by its name."""
+    receivers = subject.config.rollout.traits.broadcast_receivers
+    if not receivers:
+        pytest.skip("this engine takes no broadcasts")
+    weights = load_file(subject.checkpoints[1] / "model.safetensors")
+    ranks = [{n: t for n, t in weights.items() if (".experts." in n) == expert} for expert in (False, True)]
+    senders = [Sender(f"{request.node.name}-{number}", receivers=receivers) for number in range(2)]
+    rounding = Rounding("float32")
+    shares = [Share(s.meeting, announce(own.items(), rounding)) for s, own in zip(senders, ranks, strict=True)]
+    changed = {name: tensor + 1e-6 * (name == EXPERT) for name, tensor in ranks[1].items()}
+
+    def broadcast(sender: Sender, sent: list[dict[str, torch.Tensor]]) -> None:
+        sender.connect()
+        for tensors in sent:
+            sender.send(tensors.items(), rounding)
+
+    async def work(engine: ServerEngine) -> list[RolloutRecord]:
+        await engine.receive_weights(160, shares)
+        records = await subject.sample(engine, prompts(2))
+        with pytest.raises(SyncError, match=re.escape(EXPERT)):
+            await engine.receive_weights(161, shares)
+        return records
+
+    sent = [[ranks[0], ranks[0]], [ranks[1], changed]]
+    with ThreadPoolExecutor(2) as threads:
+        ended = [threads.submit(broadcast, sender, own) for sender, own in zip(senders, sent, strict=True)]
+        records = subject.run(work)
+        for one in ended:
+            one.result()
+    for record in records:
+        subject.check(record, 160, 1)
 
 
 def _respects_versions(error: BaseException) -> bool:
@@ -305,12 +344,12 @@ def test_records_of_a_server_short_of_memory_are_still_those_of_the_weights(
     engine: str, tiny_moe: Path, tmp_path: Path
 ) -> None:
     """The cache holds a few of the samples, so most are preempted; a sample that an engine gives up is rejected."""
-    subject, server = started(engine, tiny_moe, tmp_path, max_total_tokens=1024)
+    subject, server = started(engine, tiny_moe, tmp_path, max_total_tokens=CONTEXT)
 
     async def work(running: ServerEngine) -> list[RolloutRecord | BaseException]:
         await subject.push(running, tmp_path, 5)
         long = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=120)
-        asked = (running.generate(p, long, sample_id=i, group_id=i) for i, p in enumerate(prompts(32)))
+        asked = (running.generate(p, long, sample_id=i, group_id=i) for i, p in enumerate(prompts(48)))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     try:

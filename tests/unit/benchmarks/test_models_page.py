@@ -49,6 +49,13 @@ def test_the_learner_that_failed_is_named_in_its_cell() -> None:
     assert row == "| deepseek_v3 | fp8 + MTP | yes | yes | yes | yes | yes | yes | deepspeed: too far |"
 
 
+def test_a_learner_that_refuses_the_family_is_left_out_of_its_cells() -> None:
+    yes, refused = (dict.fromkeys(models.CHECKS["release"], said) for said in ("yes", "refused: no such layers"))
+    engines = {"sglang": {"serve": "yes", "sync": "yes"}, "megatron": refused, "deepspeed": yes}
+    row = models.release_lines({"qwen3_next_80b_a3b": engines})[-1]
+    assert row == f"| qwen3_next_80b_a3b | bf16 | yes | yes | {' | '.join(['yes (deepspeed only)'] * 5)} |"
+
+
 def test_what_both_learners_lack_is_said_once() -> None:
     lacking = {"convert": "yes", "published form": "yes"} | dict.fromkeys(
         ("replay R2", "replay R3", "mask"), "no samples"

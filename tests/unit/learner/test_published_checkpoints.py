@@ -19,6 +19,7 @@ from moe_trm.learner.hf_export import write_companions, write_files, write_index
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.quantisation import Quantisation, quantisation_of
 from moe_trm.models.tiny.families import make_family
 from moe_trm.rollout.sglang.start_folder import folder_to_serve
 from moe_trm.sync.rounding import Rounding
@@ -171,6 +172,12 @@ def test_scales_of_other_blocks_are_refused(deepseek: Path, tmp_path: Path) -> N
     folder = changed_config(deepseek, tmp_path, {"weight_block_size": [16, 32]})
     with pytest.raises(CheckpointError, match=r"do not fit together[\s\S]*\[3, 4\]"):
         HfCheckpoint(folder).read(KV_A)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2"])
+def test_published_names_of_the_number_format_are_known(name: str) -> None:
+    """DeepSeek's config.json says `e4m3`, MiniMax's `float8_e4m3fn`."""
+    assert quantisation_of(published_config(name), name) == Quantisation("fp8", (128, 128))
 
 
 def test_an_8_bit_weight_without_scales_is_refused(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from rich.console import Console
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.server_log import ServerLog
-from moe_trm.report.lost_servers import FILE
 from moe_trm.report.page import render
 from moe_trm.report.run import Run
+from moe_trm.report.run_tables import SERVERS_FILE
 from moe_trm.types import ServerState
 
 WELL = (ServerState("http://one"), ServerState("http://two"))
@@ -54,12 +54,12 @@ def test_lines_tell_each_change_once() -> None:
 def test_the_run_folder_and_the_report_keep_it(tmp_path: Path) -> None:
     log = ServerLog(tmp_path)
     log.servers(WELL)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / SERVERS_FILE).exists()
     log.servers(LOST)
     run = Run(tmp_path, {}, [{"step": 1}], ())
     assert "Out of service at the last look: http://two" in render([run])
     log.servers(WELL)
-    changes = [orjson.loads(line) for line in (tmp_path / FILE).read_bytes().splitlines()]
+    changes = [orjson.loads(line) for line in (tmp_path / SERVERS_FILE).read_bytes().splitlines()]
     assert [change["lost"] for change in changes] == [True, False]
     page = render([run])
     assert "it was killed" in page

@@ -1,9 +1,10 @@
 """Published sizes of real models, and how their publishers count.
 
 Each config.json under `moe_trm/models/published` holds the published values that shapes depend on. Sources: the
-defaults of transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models`
-(Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads (MiniMax-M2, Qwen3-Next,
-the text of Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
+defaults of transformers' configuration classes (DeepSeek-V3 and V3.2, GLM-5, gpt-oss-120b, Mixtral), slime's
+`scripts/models` (Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads
+(MiniMax-M2, Qwen3-Next, the text of Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card
+(gpt-oss-20b).
 
 llama.cpp prints the sum of a file's tensors when it loads it (`model params`). Its files are made from the releases, so
 that sum is a count of theirs, with as many digits as no publisher prints.
@@ -32,12 +33,14 @@ class Counting:
         words: for the page.
         without: kinds that are not counted.
         prediction: the MTP layers are.
+        copied_ends: so are their copies of embedding and output layer.
         said: the publisher says so; else this reading gives the printed number.
     """
 
     words: str
     without: tuple[Kind, ...] = ()
     prediction: bool = False
+    copied_ends: bool = False
     said: bool = True
 
 
@@ -69,7 +72,9 @@ class Statement:
         """Billions as we count them in the same way."""
         model, counting = model_of(hf_config(self.key)), self.counting
         if self.number == "total":
-            return (model.total(counting.without) + counting.prediction * model.prediction_total) / BILLION
+            beside = counting.prediction * model.prediction_total
+            beside += counting.copied_ends * (model.embedding.elements + model.output.elements)
+            return (model.total(counting.without) + beside) / BILLION
         return (model.active(counting.without) + counting.prediction * model.prediction_active) / BILLION
 
     @property
@@ -104,6 +109,7 @@ NO_EMBEDDING = Counting("no embedding", ("embedding",), said=False)
 UNEMBEDDING = Counting("no embedding", ("embedding",))
 NO_ENDS = Counting("no ends", ENDS)
 GLM = Counting("no ends, with MTP", ENDS, prediction=True)
+COPIED = Counting("all, with MTP and its ends", prediction=True, copied_ends=True, said=False)
 QWEN, QWEN_LARGE = "card of Qwen3-30B-A3B-Instruct-2507", "card of Qwen3-235B-A22B-FP8"
 GLM_REPORT, OPENAI = "arXiv 2508.06471, table 1", "arXiv 2508.10925, table 1"
 LLAMA = "llama.cpp, tensors of its file"
@@ -124,7 +130,8 @@ STATEMENTS = (
     Statement("GLM-4.7-Flash", "active", "3", "its card", Counting(GLM.words, ENDS, prediction=True, said=False)),
     Statement("DeepSeek-V3", "total", "671", WEIGHTS, Counting("all but MTP")),
     Statement("DeepSeek-V3", "active", "37", "arXiv 2412.19437", NO_EMBEDDING),
-    Statement("DeepSeek-V3", "active", "36.7", WEIGHTS, Counting("both ends, no MTP")),
+    Statement("DeepSeek-V3", "active", "36.6", WEIGHTS, UNEMBEDDING),
+    Statement("DeepSeek-V3.2", "total", "685", "its page on Hugging Face", COPIED),
     Statement("Moonlight-16B-A3B", "total", "15.29", "arXiv 2502.16982", NO_ENDS),
     Statement("Moonlight-16B-A3B", "active", "2.24", "arXiv 2502.16982", NO_ENDS),
     Statement("gpt-oss-20b", "total", "20.91", OPENAI, Counting("all")),
@@ -146,6 +153,9 @@ STATEMENTS = (
     Statement("Qwen3.5-35B-A3B", "total", "35", "its card", Counting("text", said=False)),
     Statement("Qwen3.5-35B-A3B", "active", "3", "its card", Counting("text", said=False)),
     Statement("Qwen3.5-35B-A3B", "total", "34.66", LLAMA, Counting("text, no MTP")),
+    Statement("GLM-5", "total", "744", "arXiv 2602.15763", ALL),
+    Statement("GLM-5", "active", "40", "arXiv 2602.15763", NO_ENDS),
+    Statement("GLM-5", "total", "753.86", LLAMA, Counting("all, with MTP", prediction=True)),
     Statement("MiniMax-M2", "total", "230", "its card", ALL),
     Statement("MiniMax-M2", "active", "10", "its card", NO_EMBEDDING),
     Statement("MiniMax-M2", "total", "228.69", LLAMA, Counting("all")),

@@ -50,7 +50,7 @@ class ScriptedEngine:
         self.versions.append(push.version)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
-        raise AssertionError("takes_broadcasts is not among its traits")
+        raise AssertionError("it has no receivers of broadcasts")
 
     async def release_memory(self) -> None:
         """It has none."""

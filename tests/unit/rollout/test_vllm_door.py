@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_trm.sync.distributed import Sender, announce
+from moe_trm.sync.rounding import Rounding
 from moe_trm.sync.tensors import tensor_digest
 
 WORKER = Path(__file__).parents[3] / "packages" / "vllm_worker" / "moe_trm_vllm_worker"
@@ -36,6 +39,7 @@ class ScriptedVllm:
     def __init__(self) -> None:
         self.asked: list[object] = []
         self.emptied, self.digests = True, [{"a": "1"}]
+        self.refused = ""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -46,8 +50,10 @@ class ScriptedVllm:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": ANSWER})
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, str]]:
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, str]]:
         self.asked.append((method, *args))
+        if method == self.refused:
+            raise ValueError("a worker refuses")
         if args == ("empty",):
             raise ValueError("no safetensors files in empty")
         return self.digests
@@ -201,6 +207,19 @@ def test_a_prefix_cache_that_is_not_emptied_fails_the_push(with_door: Any) -> No
     with_door(work)
 
 
+def test_a_broadcast_is_a_push_to_workers_that_have_joined(with_door: Any) -> None:
+    async def work(client: Client, vllm: ScriptedVllm) -> None:
+        meetings, shares = [["rank-0", "127.0.0.1", 1]], [["rank-0", [["a", "float32", [1]]]]]
+        assert (await client.ask("/moe_trm/join", {"meetings": meetings}))[0] == 200
+        assert (await client.ask("/moe_trm/weights", {"shares": shares, "version": "4"}))[0] == 200
+        assert await client.version() == "4"
+        assert vllm.asked[:3] == [("moe_trm_join", meetings), ("moe_trm_receive", shares), "reset"]
+        vllm.refused = "moe_trm_join"
+        assert (await client.ask("/moe_trm/join", {"meetings": meetings}))[0] == 400
+
+    with_door(work)
+
+
 def test_a_folder_without_tensors_fails_the_push(with_door: Any) -> None:
     async def work(client: Client, vllm: ScriptedVllm) -> None:
         status, told = await client.push(1, "empty")
@@ -244,6 +263,37 @@ def test_the_digests_are_those_of_a_manifest(tmp_path: Path) -> None:
     assert runner.loaded.keys() == tensors.keys()
 
 
+def test_what_a_learner_rank_broadcasts_is_loaded_and_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"a": torch.randn(3, 4), "b": torch.randn(2, 8)}, {"c": torch.tensor([2.0])}]
+    rounding = Rounding("bfloat16")
+    senders = [Sender(f"rank-{number}", receivers=1) for number in range(2)]
+    runner = ScriptedRunner()
+    loader = module("loader").WeightLoader()
+    loader.model_runner = runner
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    announced = [announce(own.items(), rounding) for own in ranks]
+    with ThreadPoolExecutor(2) as threads:
+        joined = [threads.submit(sender.connect) for sender in senders]
+        loader.moe_trm_join([(s.meeting.group, s.meeting.address, s.meeting.port) for s in senders])
+        for one in joined:
+            one.result()
+        for sender, own in zip(senders, ranks, strict=True):
+            threads.submit(sender.send, own.items(), rounding)
+        shares = [
+            (s.meeting.group, [(e.name, e.dtype, list(e.shape)) for e in entries])
+            for s, entries in zip(senders, announced, strict=True)
+        ]
+        assert loader.moe_trm_receive(shares) == {e.name: e.digest for entries in announced for e in entries}
+    for name, tensor in (ranks[0] | ranks[1]).items():
+        assert torch.equal(runner.loaded[name], tensor.bfloat16())
+
+
+def test_a_server_of_several_workers_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="one worker"):
+        module("loader").WeightLoader().moe_trm_join([])
+
+
 def test_experts_of_a_cpu_are_set_up_again(tmp_path: Path) -> None:
     """Else they stay unpacked, and the kernel misreads them without a word."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -260,5 +310,5 @@ def test_a_folder_without_tensors_or_with_one_twice_is_refused(tmp_path: Path) -
         loading(ScriptedRunner(), tmp_path)
     for number in (0, 1):
         save_file({"a": torch.zeros(1)}, tmp_path / f"model-{number}.safetensors")
-    with pytest.raises(ValueError, match="two files"):
+    with pytest.raises(ValueError, match="twice"):
         loading(ScriptedRunner(), tmp_path)

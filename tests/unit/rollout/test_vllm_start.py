@@ -93,7 +93,6 @@ def test_vllm_is_looked_for_beside_this_environment(tmp_path: Path) -> None:
 
 def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
     assert keys(config(tmp_path)) == set()
-    assert "sync.method" in keys(config(tmp_path, sync={"method": "distributed"}))
     assert "rollout.colocate" in keys(config(tmp_path, rollout={"colocate": True}))
     off: dict[str, Any] = {"sampling_mask": {"mode": "off"}, "rollout": {"top_p": 0.9}}
     assert "sampling_mask.mode" in keys(config(tmp_path, **off))
@@ -112,6 +111,10 @@ def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match="kept ids"):
         backend.check(wide)
     backend.check(config(tmp_path, SIZES | {"vocab_size": 5000}, rollout={"top_p": 0.9, "top_k": 64}))
+    with pytest.raises(ConfigError, match="smaller than the longest sequence"):
+        backend.check(config(tmp_path, rollout={"server": {"max_total_tokens": 64}}))
+    short = {"max_total_tokens": 64, "extra_args": ["--max-model-len=64"]}
+    backend.check(config(tmp_path, rollout={"server": short}))
     monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: interpreter(str(tmp_path / ".venv")))
     with pytest.raises(ConfigError, match="not installed"):
         backend.check(config(tmp_path))

@@ -65,7 +65,7 @@ class Engine:
 def push(num_ranks: int, announced: list[dict[str, Tensor]], sent: list[dict[str, Tensor]]) -> Engine:
     """The engine after a push of `sent`, a dictionary for each sender."""
     rounding = Rounding("bfloat16")
-    senders = [Sender(f"group{n}", engine_ranks=num_ranks, timeout_s=TIMEOUT_S) for n in range(len(sent))]
+    senders = [Sender(f"group{n}", receivers=num_ranks + 1, timeout_s=TIMEOUT_S) for n in range(len(sent))]
     shares = [Share(s.meeting, announce(own.items(), rounding)) for s, own in zip(senders, announced, strict=True)]
 
     async def run(engine: Engine) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from . import mamba  # noqa: F401 - SGLang's models look its operators up when they are imported
+
 _MASK32 = 0xFFFFFFFF
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
 

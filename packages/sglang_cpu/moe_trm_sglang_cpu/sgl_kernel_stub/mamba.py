@@ -1,4 +1,4 @@
-"""Stand-in for `sgl_kernel.mamba`: the gated delta rule and its convolution in torch.
+"""Stand-in for `sgl_kernel.mamba`: the gated delta rule and its convolution in torch, and Qwen3.5's gated attention.
 
 SGLang calls them under these names where it serves on a CPU. States are rows of its own pools: of the last tokens
 before the convolution, and of one matrix per head. A prefill goes on from the row that its cached prefix left.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import conv1d, rms_norm, silu, softplus
 
 _EPSILON = 1e-6
 _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def _convolve(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, acti
 
 
 def gates(decay_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of the state after each token, as a logarithm, and how far it is corrected: `[1, T, G]` float32."""
+    """Log of the share of the state that is left after each token, and its correction: `[1, T, G]` float32."""
     kept = -decay_log.float().exp() * softplus(a.float() + dt_bias.float())
     return kept[None], b.sigmoid().float()[None]
 
@@ -140,7 +140,39 @@ def decode(
     )[0]
 
 
+def apart(
+    qkvz: Tensor, ba: Tensor, _heads: int, value_heads: int, _width: int, value_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Qwen3.5's projections: what the convolution takes `[T, C]`, the gate `[T, G, V]`, and `b` and `a` `[T, G]`."""
+    channels = qkvz.shape[1] - value_heads * value_width
+    z = qkvz[:, channels:].unflatten(1, (value_heads, value_width))
+    return qkvz[:, :channels].contiguous(), z, *(each.contiguous() for each in ba.chunk(2, 1))
+
+
+def normed(
+    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, width: int, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Qwen3.5's attention: queries and keys normed by head, with weights that are offsets from 1, and the gates."""
+    q, gate = q_gate.unflatten(1, (heads, 2, width)).unbind(2)
+    q, k = (
+        rms_norm(x.float(), (width,), 1 + weight.float(), eps).to(x.dtype)
+        for x, weight in ((q, q_weight), (k.unflatten(1, (-1, width)), k_weight))
+    )
+    return q, k, gate.contiguous()
+
+
+def gated(x: Tensor, gate: Tensor) -> None:
+    """The output of Qwen3.5's attention times its gate, in place."""
+    x.mul_(gate.sigmoid())
+
+
 for _schema, _function in {
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu(Tensor qkvz, Tensor ba, int heads, int value_heads, int width, "
+    "int value_width) -> (Tensor, Tensor, Tensor, Tensor)": apart,
+    "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, "
+    "int width, int heads) -> (Tensor, Tensor, Tensor)": normed,
+    "fused_qk_gemma_rmsnorm_cpu() -> ()": lambda: None,  # where attention has no gate, as here it always has
+    "fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()": gated,
     "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)": gates,
     "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a, "
     "Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens, "
