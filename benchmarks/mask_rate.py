@@ -26,7 +26,7 @@ from benchmarks.short_run import record_run, starting_checkpoint
 from benchmarks.table import Row, report
 from moe_trm import corrections
 from moe_trm.corrections import BoundRule, Evidence
-from moe_trm.diagnostics.bounds import acceptance_probability
+from moe_trm.diagnostics.certificate import acceptance_probability
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Learner
 from moe_trm.recording.scores import ScoredUpdate

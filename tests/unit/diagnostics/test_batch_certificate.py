@@ -7,7 +7,7 @@ import torch
 
 from moe_trm.corrections import Evidence
 from moe_trm.diagnostics import certificate_estimate, divergences
-from moe_trm.diagnostics.bounds import certificate
+from moe_trm.diagnostics.certificate import certificate
 from moe_trm.ratios import LogRatios
 from moe_trm.summable import add, finalize
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from moe_trm.diagnostics import bounds
+import moe_trm.diagnostics.certificate as bounds
 
 T, DELTA = 4096, 1e-4
 
