@@ -32,7 +32,7 @@ from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.service import ControllerService, Start
-from moe_trm.rollout.sglang.answer import parse_answer
+from moe_trm.rollout.sglang.checks import parse_answer
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 

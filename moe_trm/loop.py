@@ -38,6 +38,7 @@ from moe_trm.step.reference import Reference
 from moe_trm.step.score_recorder import ScoreRecorder
 from moe_trm.types import TrainBatch
 from routing.errors import MisalignedError
+from routing.indexer.proof import IndexerReport
 from routing.replay import ReplayReport
 
 
@@ -214,6 +215,21 @@ def replay_metrics(report: ReplayReport) -> dict[str, float]:
         **({"routing/moved_samples": float(report.moved)} if report.moved else {}),
         "routing/local_flip_rate": flips,
         **{f"routing/local_flip_rate/layer_{layer}": rate for layer, rate in report.local_flips_by_layer.items()},
+        **({} if report.indexer is None else position_metrics(report.indexer)),
+    }
+
+
+def position_metrics(report: IndexerReport) -> dict[str, float]:
+    """`routing/positions/*`: what was replayed of sparse attention, where any token had a choice."""
+    flips, lost = report.flip_rate, report.lost_share
+    counted = {"routing/positions/replayed": float(report.replayed)}
+    if flips is None or lost is None:
+        return counted
+    return {
+        **counted,
+        "routing/positions/flip_rate": flips,
+        "routing/positions/lost_share": lost,
+        **{f"routing/positions/lost_share/layer_{layer}": share for layer, share in report.lost_by_layer.items()},
     }
 
 

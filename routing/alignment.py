@@ -19,7 +19,7 @@ Only sums leave a rank. Shape letters: S suspects, L layers, T rows of a sample,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -165,14 +165,7 @@ def refuse(doubt: FlipBoundError, findings: Sequence[SuspectFinding]) -> ReplayR
     if not wrong and doubt.certain is not None:
         raise doubt.certain
     if not wrong:
-        return ReplayReport(
-            doubt.report.replayed,
-            doubt.report.matched,
-            doubt.report.local_flips,
-            doubt.report.local_flips_by_layer,
-            doubt.report.native,
-            len(findings),
-        )
+        return replace(doubt.report, moved=len(findings))
     listed = named([f"{finding.suspect}. {finding.words}" for finding in wrong])
     raise MisalignedError(
         f"{doubt.what}. Without replay, the live router does not agree with the recorded routes of "

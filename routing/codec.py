@@ -3,11 +3,12 @@
 Layout of the bytes, little-endian:
 
     magic "MTRR" | version u8 | codec u8 | order u8 | digest length u8 | E u32 | T-1 u32 | L u32 | K u32
-    | layer ids L x u32 | token digest 0 or 16 bytes | coverage 0 or ceil((T-1)/8) bytes | body
+    | layer ids L x u32 | token digest 0 or 16 bytes | coverage 0 or ceil((T-1)/8) bytes
+    | 0 or length u64 and positions (`IndexerRecord.encode`) | body
     | checksum 16 bytes (blake2b of everything before it)
 
 Bit 4 of the codec byte says that some rows have no routes; then one bit per row, most significant first, tells which
-have.
+have. Bit 5 says that there are positions.
 
 Body of codec `raw`: ids as uint8 or uint16 (`expert_dtype`). Body of codec `set`: one rank per row and layer,
 bit-packed (see `routing.combinations`).
@@ -25,6 +26,7 @@ import numpy as np
 
 from routing import combinations
 from routing.errors import RouteError
+from routing.indexer.record import IndexerRecord
 from routing.record import RouteRecord, expert_dtype
 
 MAGIC, VERSION = b"MTRR", 1
@@ -32,7 +34,8 @@ _HEADER = struct.Struct("<4sBBBBIIII")
 CHECKSUM_BYTES, _DIGEST_BYTES = 16, 16
 MAX_TOP_K = 256
 """Larger K are refused: no model has them, and their sets could be far larger than their bytes."""
-_RAW, _SET, _PARTIAL = 0, 1, 0x10
+_RAW, _SET, _PARTIAL, _POSITIONS = 0, 1, 0x10, 0x20
+_LENGTH = struct.Struct("<Q")
 _ORDERS = ("engine", "set")
 
 
@@ -68,10 +71,15 @@ def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> b
     coverage = b"" if record.covered is None else np.packbits(record.covered).tobytes()
     if record.covered is not None:
         codec |= _PARTIAL
+    positions = b""
+    if record.indexer is not None:
+        codec |= _POSITIONS
+        own = record.indexer.encode()
+        positions = _LENGTH.pack(len(own)) + own
     header = _HEADER.pack(
         MAGIC, VERSION, codec, _ORDERS.index(kept), len(digest), record.num_experts, rows, layers, top_k
     )
-    parts = [header, np.asarray(record.layer_ids, dtype="<u4").tobytes(), digest, coverage, body]
+    parts = [header, np.asarray(record.layer_ids, dtype="<u4").tobytes(), digest, coverage, positions, body]
     return b"".join([*parts, checksum(*parts)])
 
 
@@ -108,7 +116,7 @@ def decode(data: bytes | memoryview, num_rows: int | None = None) -> RouteRecord
     _, _, codec, order, digest_bytes, num_experts, rows, layers, top_k = _HEADER.unpack_from(content)
     if num_rows is not None and rows != num_rows:
         raise RouteError("payload", "encoded routes are of another number of tokens", got=rows, expected=num_rows)
-    partial, codec = bool(codec & _PARTIAL), codec & ~_PARTIAL
+    partial, has_positions, codec = bool(codec & _PARTIAL), bool(codec & _POSITIONS), codec & ~(_PARTIAL | _POSITIONS)
     if (
         codec not in (_RAW, _SET)
         or order >= len(_ORDERS)
@@ -122,7 +130,8 @@ def decode(data: bytes | memoryview, num_rows: int | None = None) -> RouteRecord
             got=(codec, order, digest_bytes, num_experts, top_k),
         )
     start = _HEADER.size + 4 * layers
-    body_start = start + digest_bytes + ((rows + 7) // 8 if partial else 0)
+    coverage_end = start + digest_bytes + ((rows + 7) // 8 if partial else 0)
+    indexer, body_start = _positions(content, coverage_end) if has_positions else (None, coverage_end)
     body = content[body_start:]
     cells = rows * layers
     size = (
@@ -143,7 +152,8 @@ def decode(data: bytes | memoryview, num_rows: int | None = None) -> RouteRecord
         num_experts=num_experts,
         token_digest=bytes(content[start : start + digest_bytes]) or None,
         order="engine" if order == 0 else "set",
-        covered=_coverage(content[start + digest_bytes : body_start], rows) if partial else None,
+        covered=_coverage(content[start + digest_bytes : coverage_end], rows) if partial else None,
+        indexer=indexer,
     )
     record.validate()
     return record
@@ -154,6 +164,16 @@ def _coverage(packed: memoryview, rows: int) -> np.ndarray:
     if bits[rows:].any() or bits[:rows].all():
         raise RouteError("payload", "the coverage of encoded routes makes no sense", expected="a row without routes")
     return bits[:rows]
+
+
+def _positions(content: memoryview, start: int) -> tuple[IndexerRecord, int]:
+    """The positions that begin at `start`, and where they end."""
+    end = start + _LENGTH.size
+    if len(content) >= end:
+        start, end = end, end + _LENGTH.unpack_from(content, start)[0]
+    if len(content) < end:
+        raise RouteError("payload", "encoded routes have the wrong length", got=len(content), expected=end)
+    return IndexerRecord.decode(bytes(content[start:end])), end
 
 
 def _stored(num_experts: int) -> np.dtype:

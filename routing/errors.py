@@ -7,7 +7,7 @@ class RouteError(ValueError):
     """A route record that violates an invariant.
 
     `reason` is a short stable word for counting: `shape`, `dtype`, `range`, `duplicate`, `layers`, `payload`, `digest`,
-    `rows`.
+    `rows`, `positions`.
     """
 
     def __init__(

@@ -117,6 +117,14 @@ def extend(earlier: RouteRecord, later: RouteRecord, start: int) -> RouteRecord:
     Raises:
         RouteError: `rows` (a gap between the two), `layers` (another model).
     """
+    if earlier.indexer is not None or later.indexer is not None:
+        raise RouteError(
+            "positions",
+            "positions of a later turn cannot be appended",
+            got="a record with positions",
+            expected="one answer",
+            fix="Record the positions of the whole sequence in one pass.",
+        )
     if not 0 <= start <= earlier.num_rows:
         raise RouteError(
             "rows",

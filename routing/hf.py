@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,12 +35,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from routing.columns import Columns
-from routing.errors import ReplayProofError, ReplayRefusedError
+from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError
+from routing.flip_bound import FlipBoundError
 from routing.gate_proof import FORMULA_TOLERANCE, GateProof
 from routing.hf_blocks import body_of, check_weights, check_whole
 from routing.hf_blocks import gate_of as gate_of
 from routing.hf_blocks import moe_blocks as moe_blocks
 from routing.hf_blocks import selection_bias as selection_bias
+from routing.hf_indexer import IndexerReplay, indexers
+from routing.indexer.proof import both, judge_indexers
 from routing.over_ranks import over_ranks
 from routing.placing import placed_routes, sliced_routes, uncovered
 from routing.replay import (
@@ -92,7 +96,8 @@ class HFReplayer:
         first = next(iter(self._blocks.values()))
         self.num_experts, self.top_k = int(gate_of(first).num_experts), int(gate_of(first).top_k)
         self._device = gate_of(first).weight.device
-        self._counters = Counters(max(self._blocks) + 1, self._device)
+        self._counters = Counters(max([*self._blocks, *(sparse := indexers(model)).source_of]) + 1, self._device)
+        self._indexers = IndexerReplay(sparse, len(self._counters), self._device)
         self._by_sample: list[PassFlips] = []
         self._other_formula = torch.zeros(len(self._counters), dtype=torch.int64, device=self._device)
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
@@ -106,6 +111,11 @@ class HFReplayer:
     def layer_ids(self) -> tuple[int, ...]:
         """0-based decoder layers with a mixture of experts, ascending."""
         return tuple(self._blocks)
+
+    @property
+    def indexer_layer_ids(self) -> tuple[int, ...]:
+        """0-based decoder layers with an indexer of their own, ascending; none of a model without sparse attention."""
+        return self._indexers.layer_ids
 
     @property
     def num_layers(self) -> int:
@@ -133,6 +143,7 @@ class HFReplayer:
 
     def _attach(self) -> None:
         self._hooks = [body_of(self._model).register_forward_hook(self._running.tag_output)]
+        self._hooks += self._indexers.attach(body_of(self._model), self._running)
         for layer, block in self._blocks.items():
             self._hooks += [
                 gate_of(block).register_forward_hook(partial(self._route, layer)),
@@ -210,22 +221,36 @@ class HFReplayer:
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
             raise ReplayProofError(f"MoE blocks must be forwarded once inside `use`; forwards by layer: {wrong}")
+        self._indexers.check_proved(opened.indexer)
 
     def report(self, group: ProcessGroup | None = None) -> ReplayReport:
         """Read and reset the counters, summed over `group` (collective).
 
         Raises `ReplayProofError` on a step that is not proved, and its kind `FlipBoundError` for too many flips.
         """
-        own = self._counters.take(torch.cat((self._gates.take(), self._other_formula[:, None]), dim=1))
+        positions, apart = self._indexers.take()
+        own = self._counters.take(torch.cat((self._gates.take(), self._other_formula[:, None], positions), dim=1))
         passes, self._by_sample = self._by_sample, []
         self._other_formula.zero_()
-        counters, flips = over_ranks(own, total(passes, len(own)), group, self._device)
+        summed, flips = over_ranks(own, total(passes, len(own)), group, self._device)
+        counters, positions = summed.tensor_split((-positions.shape[1],), dim=1)
         if other := int(counters[:, -1].sum()):
             raise ReplayProofError(
                 f"the gates do not compute their weights as this module does for {other} token-layers: this "
                 "model is not supported"
             )
-        return judge(counters[:, :-1], self.max_local_flip_rate, flips, self.top_k, self.num_experts)
+        indexer, fault = judge_indexers(positions, apart, bounded=self.max_local_flip_rate < 1)
+        try:
+            report = judge(counters[:, :-1], self.max_local_flip_rate, flips, self.top_k, self.num_experts)
+        except FlipBoundError as doubt:
+            # Of other hidden states both routers and indexers choose otherwise, whichever record is wrong.
+            doubt.report, doubt.certain = replace(doubt.report, indexer=indexer), both(fault, doubt.certain)
+            raise
+        except MisalignedError as certain:
+            raise both(fault, certain) or certain from None
+        if fault is not None:
+            raise fault
+        return replace(report, indexer=indexer)
 
     def _open(
         self,
@@ -239,6 +264,7 @@ class HFReplayer:
         rows.check_shape(input_ids)
         columns.check_rows(rows)
         opened = ReplayPass(source, self.layer_ids, columns.num_local, self._counters)
+        opened.indexer = self._indexers.open(source, columns, whole=target_ids is None)
         if isinstance(source, Native):
             return opened
         due, free = columns.cut(rows.mask()).flatten(), None
@@ -273,6 +299,7 @@ class HFReplayer:
                 at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
             )
             self._by_sample.append(flips)
+            opened.indexer.keys = flips.keys
             opened.expect(due, free, self._device, flips, rest_is_live=True)
         return opened
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.cut import by_layer, first_cut, rows_of_records, stacked_routes
-from routing.due import DueTokens
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.gate_proof import GateProof, megatron_weights
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
@@ -35,7 +34,7 @@ from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
 from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
-from routing.proof import sample_of_tokens, second_cut
+from routing.proof import DueTokens, sample_of_tokens, second_cut
 from routing.record import RouteRecord
 from routing.replay import (
     Native,

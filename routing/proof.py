@@ -9,6 +9,7 @@ Shape letters: B sequences, R columns, N local tokens in router order, L MoE lay
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -117,3 +118,25 @@ def shared(left: Tensor, right: Tensor) -> Tensor:
     left_KN, right_KN = (ids.t().to(torch.int16, memory_format=torch.contiguous_format) for ids in (left, right))
     equal_KKN = (left_KN[:, None] == right_KN).view(torch.uint8)
     return equal_KKN.sum((0, 1), dtype=torch.int16)
+
+
+@dataclass(frozen=True)
+class DueTokens:
+    """Local tokens of a micro-batch, on the host.
+
+    Attributes:
+        due: `[N]` bool, those that must use recorded routes; `by_sample` `[B]` of each sequence.
+        free: `[N]` bool, real ones without recorded routes; None: there are none.
+    """
+
+    due: Tensor
+    free: Tensor | None
+    by_sample: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], layout: AnyLayout, records: Sequence[RouteRecord | None] = ()) -> DueTokens:
+        """Due routes of sequences with `lengths` tokens; without `records`, all tokens have routes."""
+        due_N, free_N = due_tokens(lengths, layout), free_tokens(records, layout)
+        if free_N is not None:
+            due_N = due_N & ~free_N
+        return cls(due_N, free_N, due_by_sample(due_N, layout))

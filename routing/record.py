@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from routing.errors import RouteError
+from routing.indexer.record import IndexerRecord
 
 _PART = 1 << 15
 _FEW_PAIRS = 1 << 13
@@ -67,6 +68,7 @@ class RouteRecord:
         covered: `[T-1]` bool, rows whose routes are known, or None when all are. A row that is not covered holds
             `0..K-1` in every layer as a mark; it is never replayed: a replayer refuses it, or leaves the token to the
             live router and counts it.
+        indexer: positions that the indexers of sparse attention chose for the same tokens; None of other models.
     """
 
     experts: np.ndarray
@@ -75,6 +77,7 @@ class RouteRecord:
     token_digest: bytes | None = None
     order: Literal["engine", "set"] = "engine"
     covered: np.ndarray | None = None
+    indexer: IndexerRecord | None = None
 
     @property
     def num_rows(self) -> int:
@@ -177,7 +180,8 @@ class RouteRecord:
         ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         check_ids(self, ids)
         digest = ids_digest(ids, origin)
-        return RouteRecord(self.experts, self.layer_ids, self.num_experts, digest, self.order, self.covered)
+        own = self.experts, self.layer_ids, self.num_experts
+        return RouteRecord(*own, digest, self.order, self.covered, self.indexer)
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""

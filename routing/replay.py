@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from routing.errors import RouteError
+from routing.indexer.proof import IndexerReport
 from routing.packed_layout import AnyLayout
 from routing.record import RouteRecord, check_ids, expert_dtype
 from routing.router_shift import RouterScores
@@ -35,12 +36,14 @@ class Recorded:
         margins: layer id -> `[N]` float32 gap between the last chosen and the first rejected score
             (`routing.flips.router_margin`), in the order of `experts`; layers whose routers choose within groups of
             experts, or choose all, have none.
+        positions: layer id -> `[B, R, K]` positions that its indexer chose; empty of models without indexers.
     """
 
     experts: Mapping[int, Tensor]
     batch_digest: bytes = b""
     layout: AnyLayout | None = None
     margins: Mapping[int, Tensor] = field(default_factory=dict)
+    positions: Mapping[int, Tensor] = field(default_factory=dict)
 
     def by_row(self, layer: int, batch: int, length: int) -> Tensor:
         """`[B, R, K]` ids of `layer`, -1 where another rank has them.
@@ -137,6 +140,7 @@ class ReplayReport:
         local_flips_by_layer: layer id -> local flip rate.
         native: token-layers without a recorded route that were left to the live router (`missing="native"`).
         moved: samples beyond the bound on flips whose rows and layers were found in place: the router has moved.
+        indexer: of the positions of sparse attention; None where none were replayed.
     """
 
     replayed: int = 0
@@ -145,6 +149,7 @@ class ReplayReport:
     local_flips_by_layer: Mapping[int, float] = field(default_factory=dict)
     native: int = 0
     moved: int = 0
+    indexer: IndexerReport | None = None
 
     @property
     def applied_fraction(self) -> float | None:
@@ -181,6 +186,7 @@ class ReplayReport:
             flips,
             self.native + other.native,
             self.moved + other.moved,
+            self.indexer + other.indexer if self.indexer and other.indexer else self.indexer or other.indexer,
         )
 
 

@@ -15,6 +15,7 @@ from routing.errors import ReplayProofError, RouteError
 from routing.flip_bound import FlipBoundError, fresh_fault, suspects, token_fault, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
+from routing.indexer.one_pass import IndexerPass
 from routing.packed_layout import AnyLayout
 from routing.proof import shared
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
@@ -77,6 +78,7 @@ class ReplayPass:
         self._margins: dict[int, Tensor] = {}
         self._flips: dict[int, Tensor] = {}
         self._by_sample: PassFlips | None = None
+        self.indexer = IndexerPass()
         scores = None if isinstance(source, Native) else source.scores
         self.watch = None if scores is None else RouterWatch(scores)
 
@@ -150,12 +152,11 @@ class ReplayPass:
                 f"{missing}"
             )
         # Tensors of inference mode cannot be saved for a later backward; a clone made outside of it can.
-        return Recorded(
-            {layer: taken.clone() if taken.is_inference() else taken for layer, taken in self._taken.items()},
-            self.digest,
-            self.layout,
-            self._margins,
+        taken, positions = (
+            {layer: ids.clone() if ids.is_inference() else ids for layer, ids in kept.items()}
+            for kept in (self._taken, self.indexer.kept)
         )
+        return Recorded(taken, self.digest, self.layout, self._margins, positions)
 
     @torch.no_grad()
     def keep_margin(self, layer: int, scores: Tensor, top_k: int) -> None:

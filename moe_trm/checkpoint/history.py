@@ -6,13 +6,15 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
-from moe_trm.checkpoint.differences import Change, differences
+from moe_trm.config.flat import as_yaml, different_keys, flatten
+from moe_trm.config.schema import Config
 from moe_trm.errors import RunError
 from moe_trm.report import run_end, run_tables
 from moe_trm.report.run import CHOICES
@@ -130,3 +132,60 @@ def _set_aside(run_dir: Path) -> None:
 
 def _listed(changes: Sequence[Change]) -> str:
     return "\n".join(map(str, changes))
+
+
+ABSENT = "(absent)"
+_FREE = (
+    "name",
+    "run_dir",
+    "checkpoint.",
+    "record.",
+    "sync.",
+    "observe.",
+    "train.eval_every",
+    "train.export",
+    "train.max_restarts",
+    "rollout.url",
+    "rollout.router",
+    "rollout.api_key",
+    "rollout.intake_processes",
+    *(
+        f"rollout.server.{name}"
+        for name in (
+            "host",
+            "port",
+            "startup_timeout_s",
+            "wait_s",
+            "max_restarts",
+            "silence_timeout_s",
+            "hang_timeout_s",
+        )
+    ),
+)
+"""Settings of a run's place, of its processes, and of what it shows and leaves behind."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A setting that is another one now."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {as_yaml(self.old)} -> {as_yaml(self.new)}"
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Every setting that differs, in the order of the configuration.
+
+    A setting that an older version did not have counts with its default.
+    """
+    with suppress(ValidationError):  # a version that had other settings: they are compared as they are
+        saved = Config.model_validate(saved).dump()
+    before, after = flatten(saved), flatten(now)
+    return [
+        Change(key, before.get(key, ABSENT), after.get(key, ABSENT))
+        for key in different_keys(before, after)
+        if not key.startswith(_FREE)
+    ]

@@ -7,11 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moe_trm.config.flat import flatten
-from moe_trm.config.schema import Config, CorrectionConfig, ModelConfig, ReplayConfig, RolloutConfig, SyncConfig
+from moe_trm.config.schema import (
+    AgentConfig,
+    Config,
+    CorrectionConfig,
+    ModelConfig,
+    ReplayConfig,
+    RolloutConfig,
+    SyncConfig,
+)
 from moe_trm.diagnostics.remedies import changes
 from moe_trm.doctor.bisect import bisect
 from moe_trm.doctor.causes import Finding, find_cause
-from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.doctor.environment import environment
@@ -20,6 +27,8 @@ from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached, known_difference
 from moe_trm.errors import MoeTrmError
 from moe_trm.probe.pooled import PooledTokens, pooled
+from moe_trm.rollout.agents.continuity import cut, situations
+from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.step.objective import Objective
 from moe_trm.tasks.tokens import Tokens
 
@@ -232,3 +241,29 @@ def _advice(replay: ReplayConfig, correction: CorrectionConfig, finding: Finding
     if finding.cause in HARMLESS and not correction.rules and correction.preset is None:
         advice.append("correction.rules=[{name: trm_max, target_reject_rate: 0.01}]")
     return list(dict.fromkeys(advice))
+
+
+NAME = "chat template"
+
+
+def chat_template(rollout: RolloutConfig, model: ModelConfig, agent: AgentConfig) -> Iterator[Check]:
+    """The check of a run with an agent; none elsewhere."""
+    if rollout.agent is not None:
+        yield attempt(NAME, lambda: look(model, agent))
+
+
+def look(model: ModelConfig, agent: AgentConfig) -> Check:
+    """Each situation in which ids go on, and each in which a branch is cut. Raises `CheckpointError`."""
+    tokens = Tokens(model.checkpoint)
+    if not tokens.has_chat_template:
+        return Check(NAME, "skip", "the tokenizer has none; completions go on behind the sampled ids without it")
+    thinks = agent.reasoning_parser is not None
+    found = situations(ChatTemplate(tokens), tools=agent.tool_parser is not None, thinks=thinks)
+    going = "goes on behind the sampled ids at " + ", ".join(one.name for one in found if not one.why)
+    lines = [f"begins another branch at {one.name}: {one.why}" for one in cut(found)]
+    return Check(
+        NAME,
+        "warn" if lines else "ok",
+        "\n".join([going, *lines] if len(lines) < len(found) else lines),
+        "agent/cut counts such branches, and agent.rows says what of them is trained (docs/agents.md)" if lines else "",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ConfigError
 from moe_trm.evaluate.own_policy import OwnPolicy
-from moe_trm.evaluate.push import push_of
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.rollout.build import build_engine, build_sampler, sampling_params
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Answer, Evaluator, SetAnswers
 from moe_trm.rollout.servers.process import start_server
+from moe_trm.sync.disk import finish_push, write_shard
+from moe_trm.sync.manifest import TensorEntry, WeightPush
+from moe_trm.sync.rounding import Rounding
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import reward_input
@@ -167,3 +171,23 @@ def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
         }
         for number, prompt in enumerate(answers.prompts)
     ]
+
+
+VERSION = 1
+
+
+def push_of(weights: Path, dtype: str, scratch: Path) -> WeightPush:
+    """The tensors of the folder `weights` in the engine's dtype, written to `scratch`, file by file.
+
+    Raises:
+        CheckpointError: a folder without weights, or with damaged ones.
+    """
+    checkpoint, folder = HfCheckpoint(weights), scratch / f"v{VERSION:06d}"
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(checkpoint.names):
+        names[checkpoint.file_of(name)].append(name)
+    entries: list[TensorEntry] = []
+    for number, of_file in enumerate(names.values()):
+        tensors = ((name, checkpoint.read(name)) for name in of_file)
+        entries += write_shard(folder / f"model-{number:05d}.safetensors", tensors, Rounding(dtype))
+    return finish_push(str(folder), tuple(entries), VERSION, str(weights))

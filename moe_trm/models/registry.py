@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import DEEPSEEK_V3
-from moe_trm.models.deepseek_v32 import DEEPSEEK_V32
+from moe_trm.models.deepseek_v32 import DEEPSEEK_V32, indexer_types
 from moe_trm.models.family import Family
 from moe_trm.models.glm4_moe import GLM4_MOE
 from moe_trm.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -59,13 +59,20 @@ def find_family(hf_config: Mapping[str, Any]) -> Family | None:
     return known.get(architectures[0]) if len(architectures) == 1 else None
 
 
+def indexer_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """0-based decoder layers whose own indexer chooses tokens; none of a model without sparse attention."""
+    family = find_family(hf_config)
+    if family is None or "sparse" not in family.attention_kinds(hf_config):
+        return ()
+    return tuple(layer for layer, kind in enumerate(indexer_types(hf_config)) if kind == "full")
+
+
 def keeps_packs_apart(hf_config: Mapping[str, Any]) -> bool:
     """True where every layer keeps the sequences of a pack apart on the DeepSpeed learner.
 
     An indexer would choose tokens of other sequences.
     """
-    family = find_family(hf_config)
-    return family is not None and "sparse" not in family.attention_kinds(hf_config)
+    return find_family(hf_config) is not None and not indexer_layers(hf_config)
 
 
 def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:

@@ -8,6 +8,7 @@ Shape letter: N rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from math import prod
 from operator import attrgetter
@@ -20,6 +21,7 @@ from moe_trm.errors import ControllerError
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.types import MicroBatch, MiniBatch, RewardedSample, RolloutRecord, SessionTurn, TrainBatch, TrainRow
 from routing import RouteRecord
+from routing.indexer.record import IndexerRecord
 
 JOINED_BYTES = 1 << 20
 """A field of more bytes is sent array by array: those are long, and a copy of all of them would take their memory."""
@@ -54,6 +56,7 @@ class RouteTable(msgspec.Struct, frozen=True):
     token_digest: list[bytes | None]
     order: list[Literal["engine", "set"]]
     covered: Some[Arrays]
+    indexer: list[bytes | None]
 
 
 class MaskTable(msgspec.Struct, frozen=True):
@@ -176,7 +179,14 @@ def _route_table(routes: Sequence[RouteRecord], join: bool) -> RouteTable:
         routes,
         experts=_arrays(_field("experts", routes), join),
         covered=_some(_field("covered", routes), lambda covered: _arrays(covered, join)),
+        indexer=[None if each is None else each.encode() for each in _field("indexer", routes)],
     )
+
+
+def _route(*values: Any) -> RouteRecord:
+    indexer: bytes | None = values[-1]
+    record = RouteRecord(*values[:-1])
+    return record if indexer is None else replace(record, indexer=IndexerRecord.decode(indexer))
 
 
 def _mask_table(masks: Sequence[SamplingMask], join: bool) -> MaskTable:
@@ -216,7 +226,7 @@ def _arrays(arrays: list[np.ndarray], join: bool) -> Arrays:
 
 
 _MADE_OF: Mapping[type, Callable[..., object]] = {
-    RouteTable: RouteRecord,
+    RouteTable: _route,
     MaskTable: SamplingMask,
     RecordTable: RolloutRecord,
     RowTable: TrainRow,

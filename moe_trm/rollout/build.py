@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 
 from moe_trm.config.agent_rules import several_rows
+from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import DEFAULT
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
 from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.registry import indexer_layers
 from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
@@ -54,7 +57,11 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
         await task.close()
         await engine.close()
         raise
-    return RolloutController(config, engine, task, params, sampler)
+    hf = read_hf_config(config.model.checkpoint)
+    layers = indexer_layers(hf) if wants_routes(config) else ()
+    return RolloutController(
+        config, engine, task, params, sampler, indexers=(layers, int(hf["index_topk"])) if layers else None
+    )
 
 
 def build_engine(config: Config, api_key: str | None) -> RolloutEngine:

@@ -45,6 +45,8 @@ class RolloutController:
         task: Task,
         params: SamplingParams,
         sampler: Sampler | None = None,
+        *,
+        indexers: tuple[tuple[int, ...], int] | None = None,
     ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
         self._sampler = sampler or SingleTurn(engine, task, params)
@@ -71,6 +73,7 @@ class RolloutController:
             group_size=rollout.group_size,
             concurrency=rollout.concurrency,
             needs_support=config.keeps_masks,
+            indexers=indexers,
         )
         self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
         self._planner = StepPlanner(config)

@@ -12,8 +12,8 @@ import numpy as np
 
 from moe_trm.config.schema import EvalConfig
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.sample_metrics import part_means
 from moe_trm.rollout.sampler import Sampler
-from moe_trm.rollout.turn_metrics import part_means
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 Answer = RolloutRecord | str

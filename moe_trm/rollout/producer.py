@@ -21,6 +21,7 @@ from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample
 from moe_trm.config.schema import BatchConfig
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
+from moe_trm.rollout.turn import recorded_positions
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import Group, GroupStore, Outcome
 from moe_trm.types import Prompt, RolloutRecord
@@ -40,6 +41,8 @@ class Producer:
         batch_groups: groups of one training step (B).
         concurrency: no further group is started while this many samples are being made.
         needs_support: a sample without sampling mask and log-probs of it is rejected (`mask_missing`).
+        indexers: layers with an indexer, and how many positions each chooses. A sample without these positions is
+            rejected (`route_positions`). None: none are needed.
     """
 
     def __init__(
@@ -54,11 +57,13 @@ class Producer:
         group_size: int,
         concurrency: int,
         needs_support: bool = False,
+        indexers: tuple[tuple[int, ...], int] | None = None,
     ) -> None:
         self._sampler, self._prompt, self._store, self._ledger = sampler, prompt, store, ledger
         self._filters, self._batch, self._size, self._concurrency = filters, batch_groups, group_size, concurrency
         self._next_group, self._again, self._taken = 0, deque[int](), 0
         self._steps, self._sampling, self._needs_support = 0, 0, needs_support
+        self._indexers = indexers
         self._running: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -172,6 +177,9 @@ class Producer:
         if self._needs_support:
             for row in record.rows:
                 recorded_support(row)
+        if self._indexers is not None:
+            for row in record.rows:
+                recorded_positions(row, *self._indexers)
         return record
 
 

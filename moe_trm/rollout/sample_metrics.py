@@ -8,8 +8,8 @@ import numpy as np
 
 from moe_trm.batch.outcome import explained_variance
 from moe_trm.batch.train_rows import num_sampled
-from moe_trm.rollout.mask_metrics import mask_metrics
-from moe_trm.rollout.turn_metrics import turn_metrics
+from moe_trm.sampling_mask.codec import encoded_lengths
+from moe_trm.sampling_mask.record import join
 from moe_trm.types import RolloutRecord, SamplingParams
 
 
@@ -43,3 +43,104 @@ def time_metrics(records: Sequence[RolloutRecord], busy_s: float, idle_s: float,
         "time/rollout_idle_share": idle_s / (busy_s + idle_s),
         "time/push_s": push_s,
     }
+
+
+MEASURED_IDS = 1 << 20
+"""Kept ids of a step whose encoded bytes are counted, at most by one answer more: deflating all takes long."""
+
+
+def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> dict[str, float]:
+    """`sampling_mask/*` of the accepted records; empty when no mask was recorded.
+
+    | metric | meaning |
+    |---|---|
+    | `size_mean`, `size_median`, `size_p99`, `size_max`, `singleton_fraction` | of the sizes of the kept sets |
+    | `kept_mass_mean` | the rollout engine's own probability of the kept sets, where it tells that |
+    | `violations` | repaired sampled tokens outside their set; rejected ones: `records/rejected/mask_violation` |
+    | `top_k` | in force |
+    | `id_bytes_per_token`, `bytes_per_token` | encoded, without and with log-probs; of the first answers |
+    """
+    recorded = [(record, record.sampling_mask) for record in records if record.sampling_mask is not None]
+    if not recorded:
+        return {}
+    mask = join([mask for _, mask in recorded])
+    # All records at once: an array operation on one short record takes as long as one on all of them.
+    tokens, places, full, rollout = (
+        np.concatenate([getattr(record, name) for record, _ in recorded])
+        for name in ("tokens", "sampled", "full_logprobs", "rollout_logprobs")
+    )
+    sizes = np.diff(mask.offsets)
+    scored = sizes > 0
+    kept_sizes, log_mass = sizes[scored], (full - rollout)[scored]
+    median, p99 = np.quantile(kept_sizes, (0.5, 0.99)).tolist()
+    vocab_size = 1 + int(max(mask.ids.max(), tokens[places].max()))
+    if len(mask.ids) <= MEASURED_IDS:
+        measured = mask
+    else:
+        before = np.cumsum([0, *(len(own.ids) for _, own in recorded[:-1])]).tolist()
+        measured = join([own for (_, own), ids in zip(recorded, before, strict=True) if ids < MEASURED_IDS])
+    bare, whole = encoded_lengths(measured, vocab_size)
+    return {
+        "sampling_mask/size_mean": float(kept_sizes.mean()),
+        "sampling_mask/size_median": median,
+        "sampling_mask/size_p99": p99,
+        "sampling_mask/size_max": float(sizes.max()),
+        "sampling_mask/singleton_fraction": float((kept_sizes == 1).mean()),
+        "sampling_mask/violations": float(mask.violations),
+        "sampling_mask/top_k": float(params.top_k),
+        "sampling_mask/id_bytes_per_token": bare / measured.num_rows,
+        "sampling_mask/bytes_per_token": whole / measured.num_rows,
+        **({} if np.isnan(log_mass).any() else {"sampling_mask/kept_mass_mean": _mean_mass(log_mass)}),
+    }
+
+
+def _mean_mass(log_mass: np.ndarray) -> float:
+    return float(np.exp(np.minimum(log_mass, 0.0)).mean())
+
+
+def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Metrics of `records` (at least one) with several answers or several parts of the reward.
+
+    | metric | of |
+    |---|---|
+    | `reward/<name>/mean` | the samples whose reward has a part of that name |
+    | `turns/mean`, `turns/max` | trained answers per sample, where any sample has several |
+    | `turns/appended_tokens_mean` | tokens that a tool or user said between trained answers, per sample |
+    | `turns/later_token_fraction` | share of sampled tokens that come after the first answer, hence after a tool |
+    | `turns/rows_mean`, `turns/rows_max` | rows per sample, where any sample has several |
+    """
+    metrics = {f"reward/{name}/mean": mean for name, mean in part_means(records).items()}
+    turns = np.array([sum(_answers(row) for row in record.rows) for record in records])
+    if turns.max() > 1:
+        rows = [row for record in records for row in record.rows]
+        later = [int((row.turn_ids[row.sampled] > 0).sum()) for row in rows]
+        metrics |= {
+            "turns/mean": float(turns.mean()),
+            "turns/max": float(turns.max()),
+            "turns/appended_tokens_mean": float(np.mean([_appended(record) for record in records])),
+            "turns/later_token_fraction": sum(later) / sum(row.num_sampled for row in rows),
+        }
+    several = [len(record.rows) for record in records]
+    if max(several) > 1:
+        metrics |= {"turns/rows_mean": float(np.mean(several)), "turns/rows_max": float(max(several))}
+    return metrics
+
+
+def part_means(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Mean of each named part of the reward, over the samples that have it."""
+    return {
+        name: float(np.mean([record.reward_parts[name] for record in records if name in record.reward_parts]))
+        for name in sorted({name for record in records for name in record.reward_parts})
+    }
+
+
+def _answers(row: RolloutRecord) -> int:
+    """Answers that it trains."""
+    return len(set(row.turn_ids[row.sampled].tolist()))
+
+
+def _appended(record: RolloutRecord) -> int:
+    """Tokens that were not sampled, between two trained answers of the sample."""
+    if record.session:
+        return sum(turn.added for turn in record.session if turn.row >= 0 and turn.parent >= 0)
+    return int((~record.sampled[int(record.sampled.argmax()) :]).sum())

@@ -6,6 +6,8 @@ Which engine they run is the business of its `ServerBackend`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +28,6 @@ from moe_trm.rollout.servers.ownership import Lease
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
-from moe_trm.rollout.servers.seeds import Seeds
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.servers.use_proof import Bounds, UseProof, bounds_of
 from moe_trm.rollout.sessions.conversation import Conversation
@@ -321,3 +322,25 @@ class ServerEngine:
 
 def _seeded(params: SamplingParams, seed: int | None) -> SamplingParams:
     return params if seed == params.seed else replace(params, seed=seed)
+
+
+class Seeds:
+    """A seed for each answer of a run, made from the run's `seed`; with None, answers have none and the server draws.
+
+    Without them, a server that samples deterministically would give all samples of a group the same answer.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed, self._asked = seed, itertools.count()
+
+    def of_sample(self, sample_id: int) -> int | None:
+        """The seed of a sample, a function of the run's seed and its number alone."""
+        return None if self._seed is None else self._made(f"sample-{sample_id}")
+
+    def next(self) -> int | None:
+        """The seed of an answer that no number names: a turn of a dialogue, or an evaluation."""
+        return None if self._seed is None else self._made(f"answer-{next(self._asked)}")
+
+    def _made(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}-{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big", signed=True)

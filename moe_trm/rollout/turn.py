@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from moe_trm.errors import RecordRejected
+from moe_trm.types import RolloutRecord
 from routing import RouteError
+from routing.indexer.record import check_positions
 
 
 @contextmanager
@@ -23,6 +25,16 @@ def naming(place: str) -> Iterator[None]:
             expected=rejection.expected,
             fix=rejection.fix,
         ) from rejection
+
+
+def recorded_positions(record: RolloutRecord, layer_ids: tuple[int, ...], top_k: int) -> None:
+    """Raise `RecordRejected` (`route_positions`) without the positions that the indexers of these layers chose."""
+    routes = record.routes
+    try:
+        found = None if routes is None else routes.indexer
+        check_positions(found, layer_ids, top_k, record.num_tokens - 1, f"sample {record.sample_id}")
+    except RouteError as error:
+        raise routes_rejected(error) from error
 
 
 def routes_rejected(error: RouteError) -> RecordRejected:

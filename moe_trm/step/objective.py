@@ -28,7 +28,6 @@ from moe_trm.step.decision import Decision
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
-from moe_trm.step.row_weights import weighed
 from moe_trm.step.thresholds import Thresholds
 
 TERMS = frozenset({"loss/policy", "loss/kl", "loss/rollout_kl", "loss/entropy"})
@@ -280,3 +279,12 @@ def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict
 def _first_update(ratios: LogRatios, first: bool) -> dict[str, Tensor]:
     changed = ratios.update.detach() != 0
     return summable.fraction("update/first_nonzero_fraction", changed, ratios.mask & first)
+
+
+def weighed(values_BT: Tensor, row_weights_B: Tensor | None) -> Tensor:
+    """`[B, T]` token losses, each row times the weight that undoes its draw; None: every row counts once.
+
+    It corrects for drawing groups again, not for a mismatch. So no rule and no loss sees it: a loss need not be linear
+    in the weights of corrections.
+    """
+    return values_BT if row_weights_B is None else values_BT * row_weights_B.to(values_BT)[:, None]

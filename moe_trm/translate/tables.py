@@ -40,9 +40,9 @@ class Tables:
         """Read the file. `renamed` makes a rule of a setting's key, of ours and of one of `readers`, called by name."""
         data = tomllib.loads(Path(__file__).with_name(f"{framework}.toml").read_text(encoding="utf-8"))
         by_name = {reader.__name__: reader for reader in readers}
-        rules = [renamed(*keys, by_name[name]) for name, table in data["renamed"].items() for keys in table.items()]
+        rules = [renamed(k, ours, by_name[name]) for name, keys in data["renamed"].items() for k, ours in keys.items()]
         rules += [undecided(key, *rest) for key, rest in data.get("undecided", {}).items()]
-        reasons = {name: data[name] for name in ("never", "decide", "left") if name in data}
+        reasons: dict[str, Any] = {name: data[name] for name in ("never", "decide", "left") if name in data}
         return cls(framework, data["defaults"], rules, reasons, data["off"])
 
     def reason_of(self, key: str, setting: ForeignSetting) -> tuple[str, bool]:

@@ -13,7 +13,6 @@ from moe_trm.translate.tables import Tables
 from moe_trm.translate.values import Rule, direct, integer, number, switch, text
 from moe_trm.translate.verl_correction import CORRECTION, KL
 from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT
-from moe_trm.translate.verl_lora import LORA
 from moe_trm.translate.verl_loss import LOSS
 from moe_trm.translate.verl_run import RUN
 
@@ -22,6 +21,7 @@ SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WS
 
 TABLES = Tables.read("verl", (integer, number, switch, text), direct)
 
+MODEL = "actor_rollout_ref.model"
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's base configurations that have these defaults."""
 
@@ -62,7 +62,7 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "verl") ->
             fix="use `moe-trm config from-slime` or `from-miles` for lists of --flags",
         )
     draft = Draft(settings, TABLES.defaults, "verl")
-    for rule in (*TABLES.rules, *_RULES, *LORA, *LOSS, *CORRECTION, *KL, *RUN):
+    for rule in (*TABLES.rules, *_RULES, *LOSS, *CORRECTION, *KL, *RUN):
         rule.run(draft)
     draft.list_rest(TABLES.reason_of)
     return draft
@@ -263,6 +263,35 @@ def _colocated(draft: Draft) -> None:
     draft.put("rollout.colocate", switch(draft, key), key)
 
 
+def _lora(draft: Draft) -> None:
+    key = f"{MODEL}.lora_rank"
+    rank = integer(draft, key)
+    if not rank:
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules"):
+            draft.miss(f"{MODEL}.{name}", "no adapters: the weights themselves train")
+        return
+    draft.put("learner.lora.rank", rank, key)
+    draft.put("learner.lora.alpha", number(draft, f"{MODEL}.lora_alpha"), f"{MODEL}.lora_alpha")
+
+
+def _targets(draft: Draft) -> None:
+    """verl's megatron-bridge form (`actor_rollout_ref.model.lora`) names modules as Megatron does, and is left open."""
+    key, excluded = f"{MODEL}.target_modules", f"{MODEL}.exclude_modules"
+    if not draft.take(f"{MODEL}.lora_rank"):
+        return
+    if draft.take(excluded):
+        raise NeedsDecisionError(excluded, "write the modules that have adapters: learner.lora.targets")
+    draft.miss(excluded, "nothing is excluded")
+    names = draft.take(key)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise NeedsDecisionError(
+            key,
+            f"{names}: which matrices that is depends on the version of transformers, whose experts are linear layers "
+            "or stacked tensors; choose learner.lora.targets (docs/lora.md)",
+        )
+    draft.put("learner.lora.targets", names, key)
+
+
 _RULES: Sequence[Rule] = (
     Rule(("--config-name", "--config-path", "--config-dir"), (), _base),
     _files("data.train_files", "task.prompts"),
@@ -319,4 +348,10 @@ _RULES: Sequence[Rule] = (
         _filtered,
     ),
     Rule(("actor_rollout_ref.hybrid_engine",), ("rollout.colocate",), _colocated),
+    Rule((f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha"), ("learner.lora.rank", "learner.lora.alpha"), _lora),
+    Rule(
+        (f"{MODEL}.lora_rank", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules"),
+        ("learner.lora.targets",),
+        _targets,
+    ),
 )

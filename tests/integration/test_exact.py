@@ -31,11 +31,18 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_every_step_is_zero(family: str, tmp_path: Path) -> None:
+RULES = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.5}}, {name: token_tis}]"
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "more"),
+    [("qwen3_moe", 1, []), ("glm4_moe", 1, []), ("qwen3_moe", 2, [RULES, "loss.name=gspo"])],
+    ids=["qwen3_moe", "glm4_moe", "two ranks with rules"],
+)
+def test_every_step_is_zero(family: str, ranks: int, more: list[str], tmp_path: Path) -> None:
     """Four experts per token: the order of their sum matters."""
     checkpoint = make_family(family, tmp_path / "checkpoint", num_experts_per_tok=4)
-    assert run_job(write_config(tmp_path, checkpoint), EXACT, 1) == 0
+    assert run_job(write_config(tmp_path, checkpoint), [*EXACT, *more], ranks) == 0
     rows = [row for row in metrics_of(tmp_path / "runs" / "live") if row["step"]]
     assert len(rows) == 3
     for row in rows:

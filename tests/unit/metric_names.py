@@ -153,6 +153,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         "routing/flips/{cause}": [f"routing/flips/{cause}" for cause in causes],
         "routing/flips/{cause}/layer_{layer}": [f"routing/flips/{cause}/layer_{NUMBER}" for cause in causes],
         "routing/local_flip_rate/layer_{layer}": [f"routing/local_flip_rate/layer_{NUMBER}"],
+        "routing/positions/lost_share/layer_{layer}": [f"routing/positions/lost_share/layer_{NUMBER}"],
         "time/{name}_s": [f"time/{phase}_s" for phase in phases()],
     }
 

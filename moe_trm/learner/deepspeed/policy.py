@@ -14,6 +14,8 @@ from moe_trm.learner.deepspeed.packed import keep_states_apart, register
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.models.hf_config import expert_width, num_experts, read_hf_config
+from moe_trm.models.registry import indexer_layers
+from routing.indexer import attention as sparse_attention
 from routing.packed_layout import AnyLayout, PackedLayout
 
 
@@ -68,8 +70,9 @@ def load_policy(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    options = {"dtype": getattr(torch, dtype), **({"attn_implementation": register()} if packed else {})}
-    options |= _experts(read_hf_config(checkpoint.folder), options["dtype"])
+    hf = read_hf_config(checkpoint.folder)
+    options = {"dtype": getattr(torch, dtype), **_attention(hf, packed=packed)}
+    options |= _experts(hf, options["dtype"])
     causal = empty_model(checkpoint, **options) if empty else _whole_model(checkpoint, options)
     if getattr(causal.get_output_embeddings(), "bias", None) is not None:
         raise CheckpointError(
@@ -99,6 +102,13 @@ def _whole_model(checkpoint: HfCheckpoint, options: Mapping[str, Any]) -> Any:
                 fix="Copy or download the checkpoint again, completely.",
             )
     return causal
+
+
+def _attention(hf_config: Mapping[str, Any], *, packed: bool) -> dict[str, str]:
+    """The implementation of attention: over chosen tokens, or of packs; transformers' own otherwise."""
+    if indexer_layers(hf_config):
+        return {"attn_implementation": sparse_attention.register()}
+    return {"attn_implementation": register()} if packed else {}
 
 
 def _experts(hf_config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:

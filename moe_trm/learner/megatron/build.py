@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state, tensor_parallel
+from torch import Tensor
 
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config, LayerNoiseConfig, ParallelConfig
@@ -27,7 +30,6 @@ from moe_trm.learner.megatron.lora import MegatronAdapters, add_adapters
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer, freeze, wrap_model
 from moe_trm.learner.megatron.packed import check_packed
-from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.stages import virtual_stages
@@ -156,3 +158,29 @@ def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def leave_untrained(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> None:
+    """Give the embedding of the padding id, if config.json `hf` names one, no gradient in this rank's `chunks`.
+
+    transformers never trains it (`padding_idx` of `torch.nn.Embedding`), and Megatron-Core would. The row is zero in
+    most models, and the gradient of RMSNorm at zero is divided by the root of its epsilon: a policy that samples the id
+    once gives a gradient norm of thousands. Where embedding and output weight are tied, the row still learns as an
+    output.
+    """
+    if (named := hf.get("pad_token_id")) is None:
+        return
+    # transformers counts negative ids from the end.
+    padding_id = int(named) % int(hf["vocab_size"])
+    for chunk in chunks:
+        if chunk.pre_process:
+            chunk.embedding.word_embeddings.register_forward_hook(partial(_without_gradient, padding_id))
+
+
+def _without_gradient(padding_id: int, embedding: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """The output `[B, C, H]`, or this rank's part `[C / tp, B, H]` of it, with the rows of the padding id cut off."""
+    is_padding = inputs[0] == padding_id
+    if embedding.reduce_scatter_embeddings:
+        group = embedding.tp_group
+        is_padding = is_padding.t().chunk(group.size())[group.rank()]
+    return torch.where(is_padding[..., None], output.detach(), output)

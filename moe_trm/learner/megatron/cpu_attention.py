@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within, for_all_heads
@@ -136,3 +137,25 @@ class _Gathered(torch.autograd.Function):
         total = gradients[0].contiguous()
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class CausalSinkAttention(CausalAttention):
+    """Causal attention with sinks: each head's softmax has one more term, a learned logit that has weight but no value.
+
+    `w_s = exp(q.k_s * scale) / (exp(sink) + sum_t exp(q.k_t * scale))` over the visible columns `t`: all up to the
+    token's own, or the last `window_size[0] + 1` of them in layers with a window. The softmax is computed in float32.
+    Megatron's own needs Transformer Engine for rows that context-parallel ranks share.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **options: Any) -> None:
+        super().__init__(config, layer_number, *args, **options)
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.columns_before: int | None = config.window_size[0] if is_windowed else None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+
+    def kind(self) -> AttentionKind:
+        """This layer's attention, as packs need it."""
+        return AttentionKind(
+            self.scale, self.dropout if self.training else 0.0, self.columns_before, self.softmax_offset
+        )

@@ -14,10 +14,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from moe_trm.learner.megatron.cpu_attention import CausalAttention
+from moe_trm.learner.megatron.cpu_attention import CausalAttention, CausalSinkAttention
 from moe_trm.learner.megatron.cpu_experts import GroupedExperts
 from moe_trm.learner.megatron.exact import FixedAttention
-from moe_trm.learner.megatron.sink_attention import CausalSinkAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.family import HfConfig
-from moe_trm.models.registry import find_family
+from moe_trm.models.registry import indexer_layers
 
 
 def check_indexer(hf: HfConfig, where: str) -> None:
@@ -16,12 +16,11 @@ def check_indexer(hf: HfConfig, where: str) -> None:
     Raises:
         CheckpointError: a layer of the model has sparse attention.
     """
-    family = find_family(hf)
-    if family is not None and "sparse" in family.attention_kinds(hf):
+    if indexer_layers(hf):
         raise CheckpointError(
             "a server sends no positions that the indexer of sparse attention chose, and replay needs them",
             where=f"{where}, architectures",
-            got=family.architecture,
+            got=hf["architectures"][0],
             expected="a family that docs/models.md has for this engine",
             fix="Train it on a recording with rollout.engine=bundle, or with an engine of your own.",
         )

@@ -12,9 +12,7 @@ from moe_trm.types import SampledTurn
 class SglangAnswers(AnswerFormat):
     """`/generate`."""
 
-    def request(self, question: Question) -> dict[str, object]:
-        """See `generate_request`."""
-        return generate_request(question)
+    request = staticmethod(generate_request)
 
     def parse(self, body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
         """See `parse_turn`."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from torch import Tensor
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineLost, refuse_together
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.rollout.servers.backend import Array, Requirements, ServerBackend
+from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.answers import SglangAnswers
@@ -37,6 +35,9 @@ class SglangBackend(SglangAnswers, ServerBackend):
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
     labels_runs = True
     launch = staticmethod(launched)
+    client = staticmethod(SglangClient)
+    decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
+    hidden_states = staticmethod(read_states)
 
     def check(self, config: Config) -> None:
         """See `check_quantised` of `start_folder`, and each `check_*` of `served_differences`."""
@@ -78,25 +79,9 @@ class SglangBackend(SglangAnswers, ServerBackend):
         """`/resume_memory_occupation`."""
         await http.post("/resume_memory_occupation", {"tags": [tag]})
 
-    def client(self, requirements: Requirements) -> SglangClient:
-        """Checks by `/server_info`, pushes by folder or broadcast."""
-        return SglangClient(requirements)
-
-    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
-        """See `greedy_tokens`."""
-        return await greedy_tokens(http, token_ids, count)
-
-    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
-        """See `scores_of`."""
-        return await scores_of(http, token_ids)
-
     def writing_states(self, folder: Path) -> Sequence[str]:
         """See `hidden_states.FLAG`."""
         return FLAG, str(folder)
-
-    def hidden_states(self, folder: Path, token_ids: Sequence[int], num_layers: int) -> Mapping[str, Tensor]:
-        """See `read_states`."""
-        return read_states(folder, token_ids, num_layers)
 
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """By `/tokenize`."""

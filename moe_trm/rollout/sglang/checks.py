@@ -8,13 +8,15 @@ from typing import Any
 from moe_trm.errors import EngineError, RecordRejected
 from moe_trm.rollout.servers.backend import Requirements
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
-from moe_trm.rollout.servers.question import Question
-from moe_trm.rollout.sglang.answer import parse_answer
+from moe_trm.rollout.servers.question import Question, RequestedFields
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.api import check_can_verify
-from moe_trm.rollout.sglang.parse import MetaInfo, decode_answer
+from moe_trm.rollout.sglang.parse import MetaInfo, decode_answer, parse_turn
 from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.rollout.sglang.route_defects import defects_of
-from moe_trm.types import Prompt, SamplingParams
+from moe_trm.rollout.turn import naming
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing.sglang import PAYLOAD_BYTES, PAYLOAD_DTYPE
 
 BAD_REQUEST = 400
@@ -202,3 +204,16 @@ def _mismatch(http: EngineHttp, what: str, got: object, expected: object) -> Eng
         expected=expected,
         fix="Start the server from the same configuration: `python -m launch.rollout CONFIG`.",
     )
+
+
+def parse_answer(
+    body: bytes, prompt: Prompt, model: ServedModel, wanted: RequestedFields, *, sample_id: int, group_id: int
+) -> RolloutRecord:
+    """The record of a sample of one answer.
+
+    Raises `RecordRejected` as `parse_turn` and `Conversation.record` do, naming the sample.
+    """
+    conversation = Conversation(prompt)
+    with naming(f"sample {sample_id}"):
+        conversation.add(parse_turn(body, prompt.token_ids, model, wanted))
+        return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=wanted.missing == "native")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError, EngineLost
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.quantisation import quantisation_of
-from moe_trm.rollout.servers.backend import Array, Launch, Requirements, ServerBackend
+from moe_trm.rollout.servers.backend import Launch, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.servers.process import on_cpu
@@ -34,6 +34,8 @@ class VllmBackend(VllmAnswers, ServerBackend):
     traits = ENGINES["vllm"]
     answers = "moe_trm.rollout.vllm.answers:VllmAnswers"
     labels_runs = True
+    client = staticmethod(VllmClient)
+    decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
 
     def check(self, config: Config) -> None:
         """Refuse indexers, quantised checkpoints, masks with more kept ids than log-probs can tell.
@@ -93,18 +95,6 @@ class VllmBackend(VllmAnswers, ServerBackend):
     async def abort(self, http: EngineHttp) -> None:
         """For all."""
         await http.post("/moe_trm/abort", {})
-
-    def client(self, requirements: Requirements) -> VllmClient:
-        """Checks by what the server says of itself, pushes by folder."""
-        return VllmClient(requirements)
-
-    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
-        """See `greedy_tokens`."""
-        return await greedy_tokens(http, token_ids, count)
-
-    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
-        """See `scores_of`."""
-        return await scores_of(http, token_ids)
 
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """By `/tokenize`."""

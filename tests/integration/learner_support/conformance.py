@@ -27,7 +27,7 @@ from moe_trm.types import TokenBatch
 from routing import Layout, PackedLayout, ReplayProofError, RouteError, Rows
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from routing.replay_pass import ReplayPass
-from tests.integration.learner_support.liars import liars
+from tests.integration.learner_support.liars import indexer_layers, liars
 from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
@@ -72,7 +72,8 @@ def work(learner: Learner) -> tuple[list[TokenBatch], list[ReplayRecords], list[
     """This rank's micro-batches, routes that no router chose, and the micro-batches' global numbers."""
     numbers = list(range(learner.data_rank, NUM_BATCHES, learner.data_size))
     batches = [global_batch(number) for number in numbers]
-    routes = [random_routes(batch, learner.moe_layer_ids, seed=n) for n, batch in zip(numbers, batches, strict=True)]
+    layers, indexers = learner.moe_layer_ids, indexer_layers(learner)
+    routes = [random_routes(batch, layers, n, indexers) for n, batch in zip(numbers, batches, strict=True)]
     return batches, [ReplayRecords(rows) for rows in routes], numbers
 
 

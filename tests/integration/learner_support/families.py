@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from tests.integration.learner_support.tiny import EXPERTS, SHAPE, TOP_K, save_model
+from tests.integration.learner_support.tiny import EXPERTS, INDEX_TOP_K, SHAPE, TOP_K, save_model
 
 SIGMOID = {
     "n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
@@ -37,9 +37,9 @@ DELTA = {
 HYBRIDS = {"qwen3_next": ("Qwen3Next", DELTA), "qwen3_5_moe": ("Qwen3_5MoeText", DELTA)}
 """The same for families that only DeepSpeed trains."""
 INDEXER = {**SIGMOID, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-           "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "index_topk": 8, "index_n_heads": 2,
+           "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "index_topk": INDEX_TOP_K, "index_n_heads": 2,
            "index_head_dim": 16}  # fmt: skip
-SPARSE = {
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", INDEXER),
     "glm_moe_dsa": ("GlmMoeDsa", {**INDEXER, "n_group": 1, "indexer_types": ["full", "shared", "full"]}),
 }

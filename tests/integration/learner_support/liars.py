@@ -13,8 +13,9 @@ import torch
 from moe_trm.learner.protocol import Learner
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError, RouteRecord, expert_dtype, token_digest
+from routing.indexer.record import IndexerRecord
 from routing.replay import Record, Recorded, ReplayRecords
-from tests.integration.learner_support.tiny import EXPERTS, TOP_K, make_batch
+from tests.integration.learner_support.tiny import EXPERTS, INDEX_TOP_K, TOP_K, make_batch, random_positions
 from tests.integration.learner_support.work import NUM_BATCHES, objective
 
 PER_BATCH, LENGTH = 8, 48
@@ -71,7 +72,32 @@ def work(learner: Learner) -> list[TokenBatch]:
     return batches
 
 
-def natural(learner: Learner, batch: TokenBatch, recorded: Recorded, change: Change | None = None) -> ReplayRecords:
+def indexer_layers(learner: Learner) -> tuple[int, ...]:
+    """Layers with an indexer of sparse attention; none on Megatron-Core."""
+    return getattr(getattr(learner, "_replayer", None), "indexer_layer_ids", ())
+
+
+def wrong_sets(share: float) -> Change:
+    """Unrelated positions in a share of the tokens of one sample, the same tokens in every layer."""
+
+    def change(sample: int, sets: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if sample != WRONG:
+            return sets
+        hit = np.random.default_rng(1).permutation(len(sets))[: round(share * len(sets))]
+        changed = sets.copy()
+        changed[hit] = random_positions(INDEX_TOP_K + len(sets), rng)[hit]
+        return changed
+
+    return change
+
+
+def natural(
+    learner: Learner,
+    batch: TokenBatch,
+    recorded: Recorded,
+    change: Change | None = None,
+    change_sets: Change | None = None,
+) -> ReplayRecords:
     """The routes that this learner's own routers choose, of its own layers."""
     rows, length = batch.input_ids.shape
     layers = tuple(sorted(recorded.experts))
@@ -90,7 +116,11 @@ def natural(learner: Learner, batch: TokenBatch, recorded: Recorded, change: Cha
         # A pipeline rank may have no MoE layer, and nothing to change.
         experts = whole[row, :tokens] if change is None or not layers else change(sample, whole[row, :tokens], rng)
         digest = token_digest(np.append(batch.input_ids[row, :tokens], batch.target_ids[row, tokens - 1]))
-        records.append(RouteRecord(experts.astype(expert_dtype(EXPERTS)), layers, EXPERTS, digest))
+        sets = {layer: chosen[row, INDEX_TOP_K:tokens].numpy() for layer, chosen in recorded.positions.items()}
+        if change_sets is not None:
+            sets = {layer: change_sets(sample, chosen, rng) for layer, chosen in sets.items()}
+        indexer = IndexerRecord.of(tokens, INDEX_TOP_K, sets) if sets else None
+        records.append(RouteRecord(experts.astype(expert_dtype(EXPERTS)), layers, EXPERTS, digest, indexer=indexer))
     return ReplayRecords(tuple(records))
 
 
@@ -99,8 +129,10 @@ def liars(learner: Learner) -> dict[str, bool | float]:
     batches, facts = work(learner), dict[str, bool | float]()
     own = [score.recorded for score in learner.score(batches, [Record()] * len(batches))]
 
-    def sources(change: Change | None) -> list[ReplayRecords]:
-        return [natural(learner, batch, r, change) for batch, r in zip(batches, own, strict=True) if r is not None]
+    def sources(change: Change | None, sets: Change | None = None) -> list[ReplayRecords]:
+        return [
+            natural(learner, batch, r, change, sets) for batch, r in zip(batches, own, strict=True) if r is not None
+        ]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner._replayer, "max_local_flip_rate", 0.3)  # type: ignore[attr-defined]
@@ -122,6 +154,14 @@ def liars(learner: Learner) -> dict[str, bool | float]:
             facts[f"liar_{kind}"] = all(re.search(words, one) is not None for one in told)
             if not facts[f"liar_{kind}"]:
                 print(kind, *told, sep="\n", flush=True)
+        for share in (1.0, 0.25) if indexer_layers(learner) else ():
+            words = ""
+            try:
+                learner.score(batches, sources(None, wrong_sets(share)))
+            except ReplayProofError as error:
+                words = str(error)
+            named = rf"of 1 samples.*(sample {WRONG}: \d+ of \d+ tokens are apart|on other ranks)"
+            facts[f"liar_positions_{share}"] = re.search(named, words, re.DOTALL) is not None
         learner.score(batches, sources(None))
         facts["honest_flips"] = learner.replay_report().local_flip_rate or 0.0
         learner.score(batches, sources(lambda s, e, rng: exchange(e, 0.45, rng)))

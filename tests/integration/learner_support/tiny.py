@@ -10,9 +10,12 @@ import torch
 
 from moe_trm.types import TokenBatch
 from routing import RouteRecord, expert_dtype, token_digest
+from routing.indexer.record import IndexerRecord
 
 VOCAB = 128
 EXPERTS, TOP_K = 8, 2
+INDEX_TOP_K = 8
+"""Positions that an indexer of sparse attention chooses."""
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -100,8 +103,13 @@ def make_batch(seed: int, rows: int = 3, length: int = 12, *, keep_mask: bool = 
     )
 
 
-def random_routes(batch: TokenBatch, layer_ids: tuple[int, ...], seed: int) -> tuple[RouteRecord | None, ...]:
-    """Valid routes that no router chose, one record per row, none for padding rows."""
+def random_routes(
+    batch: TokenBatch, layer_ids: tuple[int, ...], seed: int, indexers: tuple[int, ...] = ()
+) -> tuple[RouteRecord | None, ...]:
+    """Valid routes that no router chose, one record per row, none for padding rows.
+
+    With `indexers`, layers that have one, also positions that none chose.
+    """
     rng = np.random.default_rng(seed)
     records: list[RouteRecord | None] = []
     for inputs, targets, valid in zip(batch.input_ids, batch.target_ids, batch.valid, strict=True):
@@ -113,5 +121,13 @@ def random_routes(batch: TokenBatch, layer_ids: tuple[int, ...], seed: int) -> t
             ..., :TOP_K
         ]
         tokens = np.append(inputs[:rows].numpy(), targets[rows - 1].item())
-        records.append(RouteRecord(experts.astype(expert_dtype(EXPERTS)), layer_ids, EXPERTS, token_digest(tokens)))
+        sets = IndexerRecord.of(rows, INDEX_TOP_K, {layer: random_positions(rows, rng) for layer in indexers})
+        ids, digest = experts.astype(expert_dtype(EXPERTS)), token_digest(tokens)
+        records.append(RouteRecord(ids, layer_ids, EXPERTS, digest, indexer=sets if indexers else None))
     return tuple(records)
+
+
+def random_positions(rows: int, rng: np.random.Generator) -> np.ndarray:
+    """`[M, K]` positions of the rows that see more than K."""
+    found = [rng.permutation(row + 1)[:INDEX_TOP_K] for row in range(INDEX_TOP_K, rows)]
+    return np.array(found, np.int64).reshape(-1, INDEX_TOP_K)

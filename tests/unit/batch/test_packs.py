@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_trm.batch.packs import pack, packed_load
-from moe_trm.batch.plan import plan_metrics, plan_step
+from moe_trm.batch.plan import pack, packed_load, plan_metrics, plan_step
 from moe_trm.errors import ControllerError
 from moe_trm.types import TrainRow
 from routing.packed_layout import packed_places

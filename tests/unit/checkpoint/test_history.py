@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_trm.checkpoint.differences import differences
-from moe_trm.checkpoint.history import begin, is_done
+from moe_trm.checkpoint.history import begin, differences, is_done
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, RunError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check
+from moe_trm.doctor.examine import chat_template
 from tests.unit.rollout.agents.templates import TEMPLATES, tokens_of
 
 

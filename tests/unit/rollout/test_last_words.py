@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_trm.rollout.servers.last_words import LONGEST_LINE, MOST_LINES, last_words
+from moe_trm.rollout.servers.process import LONGEST_LINE, MOST_LINES, last_words
 
 ARGUMENTS = "[2026-11-22 09:38:33] server_args={'model_path': '/m', 'api_key': '***'}"
 CHAIN = """Traceback (most recent call last):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_trm.rollout import mask_metrics as measured
-from moe_trm.rollout.mask_metrics import mask_metrics
+from moe_trm.rollout import sample_metrics as measured
+from moe_trm.rollout.sample_metrics import mask_metrics
 from moe_trm.sampling_mask.codec import encode
 from moe_trm.sampling_mask.record import SamplingMask, join
 from moe_trm.types import RolloutRecord, SamplingParams

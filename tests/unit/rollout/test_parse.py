@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
-from moe_trm.rollout.sglang.answer import parse_answer
+from moe_trm.rollout.sglang.checks import parse_answer
 from moe_trm.types import Prompt, RolloutRecord
 
 MODEL = ServedModel("Qwen3MoeForCausalLM", vocab_size=8, num_layers=2, moe_layer_ids=(0, 1), num_experts=4, top_k=2)

@@ -13,8 +13,7 @@ from aiohttp import web
 from moe_trm.config.precision_rules import refusals, surprises
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.rollout.server_engine import ServerEngine
-from moe_trm.rollout.servers.seeds import Seeds
+from moe_trm.rollout.server_engine import Seeds, ServerEngine
 from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.types import Prompt, SamplingParams
 from tests.unit.rollout.test_sglang_engine import HF

@@ -22,7 +22,7 @@ from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.vllm import launch
-from moe_trm.rollout.vllm.client import VllmClient
+from moe_trm.rollout.vllm.client import ROUTES_SINCE, VllmClient
 from moe_trm.rollout.vllm.launch import interpreter
 from moe_trm.rollout.vllm.rules import OURS
 from moe_trm.sync.disk import finish_push, write_shard
@@ -89,6 +89,12 @@ def test_vllm_is_looked_for_beside_this_environment(tmp_path: Path) -> None:
     assert "make vllm-env" in caught.value.fix
     (tmp_path / ".venv-vllm/lib/python3.11/site-packages/moe_trm_vllm_worker").mkdir(parents=True)
     assert interpreter(str(prefix)) == tmp_path / ".venv-vllm/bin/python"
+
+
+def test_the_release_is_the_one_whose_routes_run_on_a_cpu() -> None:
+    """0.28 and 0.29 refuse routes on a CPU; 0.31 and 0.32 need triton."""
+    pinned = (Path(__file__).parents[3] / "requirements" / "vllm.txt").read_text()
+    assert f"\nvllm-cpu=={ROUTES_SINCE}\n" in f"\n{pinned}"
 
 
 def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:

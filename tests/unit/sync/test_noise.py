@@ -14,8 +14,7 @@ from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tiny.families import COMMON
 from moe_trm.probe.rounding_shares import roundings
 from moe_trm.sync import distributed
-from moe_trm.sync.noise import NormNoise, RouterNoise
-from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
+from moe_trm.sync.rounding import NormNoise, Rounding, RouterNoise, computes_in, rounding_of
 from moe_trm.sync.tensors import tensor_digest
 from tests.unit.sections import sections_of
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import EngineError, EngineLost
-from moe_trm.rollout.intake.room import Room, Visit
+from moe_trm.rollout.intake.worker import Room, Visit
 from moe_trm.rollout.servers import http as http_module
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp, EngineSlow, HttpStatusError
 from tests.unit.rollout.local_app import LocalApp
