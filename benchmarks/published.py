@@ -32,12 +32,16 @@ SIZES = {
     "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
     "first_k_dense_replace": 1, "sliding_window": 16, "rotary_dim": 16, "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16,
 }  # fmt: skip
 """In place of the published values, where there are any. 32 + 8 latents are 2.5 blocks of 16 weights."""
 ALWAYS = {"vocab_size": 128, "max_position_embeddings": 512, "initializer_range": 0.2}
 SPECIAL_IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 BLOCK = [16, 16]
-_QUANTISED = re.compile(r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\..*(_proj(_with_mqa)?|\.w\d)\.weight")
+_QUANTISED = re.compile(
+    r"model\.layers\.\d+\.(self_attn|mlp|block_sparse_moe)\.(?!indexer\.weights)"
+    r".*(_proj(_with_mqa)?|\.w\d|\.wq_b|\.wk)\.weight"
+)
 _EXACT = ".e_score_correction_bias"
 
 
@@ -65,7 +69,7 @@ def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) ->
 
     hf, where = divided(published), str(folder)
     family, form = family_of(hf, where), quantisation_of(hf, where)
-    kind = getattr(transformers, family.architecture.removesuffix("ForCausalLM") + "Config")
+    kind = transformers.CONFIG_MAPPING[library_config(hf)["model_type"]]
     model = random_model(family, kind.from_dict({**library_config(hf), "dtype": "float32"}), seed)
     with tempfile.TemporaryDirectory() as scratch:
         save(model, character_tokenizer(), Path(scratch))
