@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import DEEPSEEK_V3
-from moe_trm.models.deepseek_v32 import DEEPSEEK_V32, indexer_types
+from moe_trm.models.deepseek_v32 import DEEPSEEK_V32, indexer_types, sparse_attention
 from moe_trm.models.family import Family
 from moe_trm.models.glm4_moe import GLM4_MOE
 from moe_trm.models.glm4_moe_lite import GLM4_MOE_LITE
@@ -62,7 +62,7 @@ def find_family(hf_config: Mapping[str, Any]) -> Family | None:
 def indexer_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers whose own indexer chooses tokens; none of a model without sparse attention."""
     family = find_family(hf_config)
-    if family is None or "sparse" not in family.attention_kinds(hf_config):
+    if family is None or family.attention is not sparse_attention:
         return ()
     return tuple(layer for layer, kind in enumerate(indexer_types(hf_config)) if kind == "full")
 

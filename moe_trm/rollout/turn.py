@@ -31,7 +31,8 @@ def recorded_positions(record: RolloutRecord, layer_ids: tuple[int, ...], top_k:
     """Raise `RecordRejected` (`route_positions`) without the positions that the indexers of these layers chose."""
     routes = record.routes
     try:
-        found = None if routes is None else routes.indexer
+        # Rows without routes would have positions of other weights, or none.
+        found = None if routes is None or routes.covered is not None else routes.indexer
         check_positions(found, layer_ids, top_k, record.num_tokens - 1, f"sample {record.sample_id}")
     except RouteError as error:
         raise routes_rejected(error) from error

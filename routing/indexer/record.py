@@ -5,7 +5,6 @@ Shape letters: T tokens, M rows with more than K positions, K positions of a row
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,15 +64,6 @@ class IndexerRecord:
         if layer not in self.layer_ids:
             raise RouteError("layers", "no positions of this layer", got=layer, expected=self.layer_ids)
         return unpack(self.packed[self.layer_ids.index(layer)], max(0, self.num_rows - self.top_k), self.top_k)
-
-    def validate(self) -> None:
-        """Raise `RouteError` unless every set can be read."""
-        for layer in self.layer_ids:
-            self.chosen(layer)
-
-    def digest(self) -> bytes:
-        """16 bytes that stand for all sets."""
-        return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
     def encode(self) -> bytes:
         """As bytes: K, rows and layers as uint32, each layer's id and length, and the sets."""

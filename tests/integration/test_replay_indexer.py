@@ -176,6 +176,7 @@ def test_unrelated_sets_equal_an_indexer_that_returns_them(family: str) -> None:
         report = replayer.report().indexer
         assert report is not None
         assert report.replayed == (1 + recomputes) * sum(LENGTHS) * SPARSE_LAYERS
+        assert report.sets == sum(max(0, n - K) for n in LENGTHS) * len(FAMILIES[family][2])
         assert report.lost_share is not None
         assert 0.7 < report.lost_share < 1.3
         gradients.append(model.model.layers[0].self_attn.kv_b_proj.weight.grad.clone())

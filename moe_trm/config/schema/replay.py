@@ -36,7 +36,7 @@ class ReplayConfig(Section):
     """Share of replayed expert sets that may differ from the live router's own choice, in a layer and overall.
     Beyond it, or where one sample's sets differ far more often than its batch's, the live router is asked again
     without replay: misaligned rows or layers stop the run, and a router that has moved is counted as
-    `routing/moved_samples`. 1: no bound."""
+    `routing/moved_samples`. 1: no bound, and none on the positions that sparse attention replays."""
     missing: Literal["reject", "native"] = "reject"
     """Samples with tokens that have no trustworthy routes, because weights changed while they were generated, or the
     engine ran out of cache and computed their routes again: `reject` them, or keep them and leave those tokens to the
