@@ -70,7 +70,7 @@ def indexer_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 def keeps_packs_apart(hf_config: Mapping[str, Any]) -> bool:
     """True where every layer keeps the sequences of a pack apart on the DeepSpeed learner.
 
-    An indexer would choose tokens of other sequences.
+    Attention over packs does not read the choice of an indexer.
     """
     return find_family(hf_config) is not None and not indexer_layers(hf_config)
 

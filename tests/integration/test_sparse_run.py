@@ -65,7 +65,7 @@ def as_transformers_samples(record: RolloutRecord, model: Any, replayer: HFRepla
     return replace(record, routes=routes, rollout_logprobs=scored, full_logprobs=scored, sampling_mask=None)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+@pytest.fixture(scope="module", params=["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
 def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("sparse")
     checkpoint = make_family(request.param, folder / "model", index_topk=K)
