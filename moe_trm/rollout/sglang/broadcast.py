@@ -40,6 +40,7 @@ class DistributedPush:
     engine_ranks: int = 1
     timeout_s: float = 300.0
     device: str = "cpu"
+    architecture: str = ""
     _groups: dict[str, dist.ProcessGroupGloo] = field(default_factory=dict)
 
     async def join(self, meetings: Sequence[Meeting]) -> None:
@@ -74,7 +75,9 @@ class DistributedPush:
                 push.
             EngineError: the engine cannot be reached.
         """
-        checksums = EngineChecksums((entry.name for share in shares for entry in share.entries), dtype, self.device)
+        checksums = EngineChecksums(
+            (entry.name for share in shares for entry in share.entries), dtype, self.device, self.architecture
+        )
         requests = list(
             chain.from_iterable(
                 ((share.meeting.group, bucket) for bucket in _buckets(share.entries)) for share in shares

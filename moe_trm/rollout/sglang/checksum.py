@@ -51,6 +51,8 @@ _HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "f
 """The engine's dtype of tensors that do not follow `--dtype`, by the end of their names: gpt-oss's, and decays."""
 _OFFSET = re.compile(r"(.*(layernorm|[qk]_norm|model\.norm))\.weight")
 """Norms of models with the gated delta rule, whose weights are offsets from 1: the engine holds the sum, too."""
+_FLOAT32_GATES = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+"""Architectures whose routers SGLang holds in float32, whatever `--dtype` is."""
 _GATE = re.compile(r"(.*\.block_sparse_moe)\.gate\.weight")
 """Of Mixtral, and of MiniMax-M2, which has a selection bias beside it and is held in float32."""
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
@@ -99,13 +101,14 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def layout_of(names: frozenset[str], dtype: str) -> Layout:
-    """Layout of a push of `names` to an engine in `dtype`."""
+def layout_of(names: frozenset[str], dtype: str, architecture: str = "") -> Layout:
+    """Layout of a push of `names` to an engine in `dtype` that serves this architecture of Hugging Face's."""
     places = {name: engine_place(name, names) for name in names}
     parts: dict[str, list[str]] = {}
     for name in sorted(names, key=places.__getitem__):
         parts.setdefault(places[name][0], []).append(name)
-    dtypes = {fused: _dtypes(fused, dtype, names) for fused in parts}
+    gates = architecture in _FLOAT32_GATES
+    dtypes = {fused: _dtypes(fused, dtype, names, float32_gates=gates) for fused in parts}
     sums = {}
     if any(name.endswith(_SHARED_GATE) for name in names):
         sums = {fused: f"{match[1]}.gemma_weight" for fused in parts if (match := _OFFSET.fullmatch(fused))}
@@ -113,8 +116,12 @@ def layout_of(names: frozenset[str], dtype: str) -> Layout:
     return Layout({name: fused for name, (fused, _) in places.items()}, parts, dtypes, as_is, sums)
 
 
-def _dtypes(fused: str, engine_dtype: str, pushed: Container[str]) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(
+    fused: str, engine_dtype: str, pushed: Container[str], *, float32_gates: bool
+) -> tuple[torch.dtype, torch.dtype]:
     dtype = DTYPES[Rounding(engine_dtype).dtype_of(fused)]
+    if float32_gates and fused.endswith(".mlp.gate.weight"):
+        return dtype, torch.float32
     if (gate := _GATE.fullmatch(fused)) and f"{gate[1]}.e_score_correction_bias" in pushed:
         return dtype, torch.float32
     return dtype, DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
@@ -135,12 +142,15 @@ class Hasher(Protocol):
 class EngineChecksums:
     """Accumulator of the checksums of an engine in `dtype` on `device`, for the tensors `names` of a push in any order.
 
+    `architecture`: as in the config.json of what the engine serves.
+
     A part that arrives early is held until its turn. Threads may add at the same time, if none adds to the engine
     tensor of another (`parts`).
     """
 
-    def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
-        self._tensor_of, self._order, self._dtypes, self._as_is, self._sums = layout_of(frozenset(names), dtype)
+    def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu", architecture: str = "") -> None:
+        layout = layout_of(frozenset(names), dtype, architecture)
+        self._tensor_of, self._order, self._dtypes, self._as_is, self._sums = layout
         self._hashers: dict[str, Hasher] = {
             fused: GpuTensorHash() if device == "cuda" else hashlib.sha256()
             for fused in (*self._order, *self._sums.values())

@@ -20,6 +20,7 @@ class SglangClient(ServerClient):
     def __init__(self, requirements: Requirements) -> None:
         self._check = ServerCheck(requirements)
         self._dtype, self._verify, self._run = requirements.dtype, requirements.verify, requirements.run
+        self._architecture = requirements.model.architecture
         self._devices: dict[str, str] = {}
         self._broadcast: DistributedPush | None = None
 
@@ -41,7 +42,7 @@ class SglangClient(ServerClient):
 
     def verified(self, push: WeightPush) -> Mapping[str, str]:
         """See `verified_checksums`."""
-        return verified_checksums(push, self._dtype, self._device)
+        return verified_checksums(push, self._dtype, self._device, self._architecture)
 
     async def load(self, http: EngineHttp, delivery: Delivery) -> None:
         """See `load_folder`."""
@@ -51,7 +52,7 @@ class SglangClient(ServerClient):
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """See `DistributedPush.load`; the first time the groups are formed."""
         if self._broadcast is None:
-            self._broadcast = DistributedPush(http, device=self._device)
+            self._broadcast = DistributedPush(http, device=self._device, architecture=self._architecture)
             await self._broadcast.join([share.meeting for share in shares])
         label = label_of(version, self._run)
         await self._broadcast.load(label, shares, dtype=self._dtype, verify=self._verify)

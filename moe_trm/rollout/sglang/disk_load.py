@@ -23,16 +23,16 @@ from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots,
 
 
 def verified_checksums(
-    push: WeightPush, dtype: str, device: str = "cpu", *, lot_bytes: int = LOT_BYTES
+    push: WeightPush, dtype: str, device: str = "cpu", architecture: str = "", *, lot_bytes: int = LOT_BYTES
 ) -> dict[str, str]:
     """Read every tensor once and check it against the manifest, engine tensors side by side in several threads.
 
     A thread takes about `lot_bytes` at once; a push of one lot needs no threads.
 
-    Returns the checksums that an engine in `dtype` on `device` must report. Raises `SyncError` naming the tensors whose
-    file differs from the writer's memory.
+    Returns the checksums that an engine of this architecture, in `dtype` on `device`, must report. Raises `SyncError`
+    naming the tensors whose file differs from the writer's memory.
     """
-    checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
+    checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device, architecture)
     entries = {entry.name: entry for entry in push.tensors}
     with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}

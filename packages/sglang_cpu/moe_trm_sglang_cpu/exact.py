@@ -27,6 +27,7 @@ def activate() -> None:
     around = {
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": experts,
         "sglang.srt.layers.moe.topk.fused_topk_native": gate_weights,
+        "sglang.srt.layers.moe.topk.biased_grouped_topk_impl": sigmoid_gate_weights,
         "sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.forward_normal": scaled_gate_weights,
     }
     for target, hook in around.items():
@@ -125,6 +126,34 @@ def gate_weights(
         return native(hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func)
     chosen, ids = torch.topk(gating_output.float(), topk, dim=-1)
     return chosen.softmax(-1), ids
+
+
+def sigmoid_gate_weights(
+    native: Callable[..., tuple[Tensor, Tensor]],
+    hidden_states: Tensor,
+    gating_output: Tensor,
+    correction_bias: Tensor,
+    topk: int,
+    renormalize: bool,
+    *groups: int,
+    routed_scaling_factor: float | None = None,
+    apply_routed_scaling_factor_on_output: bool | None = False,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Hook around `biased_grouped_topk_impl`: experts in the order of their scores, as Megatron adds up their weights.
+
+    SGLang's own have no order, on which the sum of more than two weights depends.
+    """
+    _, ids = native(hidden_states, gating_output, correction_bias, topk, renormalize, *groups, **more)
+    scores = gating_output.float().sigmoid()
+    order = (scores + correction_bias).gather(1, ids.long()).argsort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    weights = scores.gather(1, ids.long())
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    if apply_routed_scaling_factor_on_output:
+        weights = weights * routed_scaling_factor
+    return weights, ids
 
 
 def scaled_gate_weights(native: Callable[..., Tensor], block: Any, hidden_states: Tensor) -> Tensor:

@@ -97,6 +97,17 @@ def test_decays_are_held_in_float32() -> None:
     assert checksums.result() == {name: sha(values.bfloat16().float())}
 
 
+def test_routers_of_glm_are_held_in_float32() -> None:
+    name, values = "model.layers.1.mlp.gate.weight", torch.tensor([[0.1, 0.2]])
+    found = {}
+    for architecture in ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM", ""):
+        checksums = EngineChecksums([name], "bfloat16", architecture=architecture)
+        checksums.add(name, values)
+        found[architecture] = checksums.result()[name]
+    assert found["Glm4MoeForCausalLM"] == found["Glm4MoeLiteForCausalLM"] == sha(values.bfloat16().float())
+    assert found["DeepseekV3ForCausalLM"] == found[""] != sha(values.bfloat16().float())
+
+
 def test_norms_of_a_hybrid_are_held_as_offsets_and_as_sums() -> None:
     """But for the gated norm of the delta rule, whose weight is no offset."""
     layer, values = "model.layers.0.", torch.tensor([0.1, 0.2])
