@@ -35,13 +35,14 @@ class Told:
 
 
 @contextmanager
-def started(setting: Setting) -> Iterator[Server]:
+def started(setting: Setting, extra_args: Sequence[str] = ()) -> Iterator[Server]:
     """A server on the checkpoint, for the time of the context."""
     server_settings = {
         "port": 0,
         "dtype": setting.dtype,
         "max_running_requests": setting.together,
         "startup_timeout_s": 900,
+        "extra_args": [*extra_args],
     }
     config = Config.model_validate(
         {
