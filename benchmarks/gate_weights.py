@@ -67,11 +67,15 @@ def _weights(passes: Mapping[tuple[int, ...], Any], text: Text) -> Weights:
 
 @contextmanager
 def given(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """In here the experts of `model` are given these weights for their ids, which must be the same sets."""
+    """In here the experts of `model` are given these weights for their ids, which must be the same sets.
+
+    SGLang multiplies the sum over experts by the scaling factor; here it is part of the weights.
+    """
 
     def give(layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, ids, own = args
         theirs, values = (one[: len(ids)] for one in weights[layer])
+        values = values * getattr(model.config, "routed_scaling_factor", 1.0)
         same = ids[:, :, None] == theirs[:, None, :]
         if not bool(same.any(2).all()):
             raise MoeTrmError(
