@@ -42,7 +42,9 @@ GROUPS = {
     "integration/test_sampling_mask_engine.py": "tiny server",
     "integration/test_server_security.py": "tiny server",
     "integration/test_several_servers.py": "tiny server",
+    "integration/test_sglang_kernels.py": "tiny server",
     "integration/test_slow_keeper.py": "tiny server",
+    "integration/test_use_proof.py": "tiny server",
 }
 """Tests that share a running server, by the beginning of their names. All others go with those of their file."""
 LONGEST_FIRST = (

@@ -122,6 +122,7 @@ def test_the_cast_of_the_weights_has_its_share_of_the_numerics(live: Path) -> No
         assert 0 < row["probe/arithmetic_k3_kl"] < 4 * row["probe/replayed_k3_kl"]
 
 
+@pytest.mark.slow
 def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Path) -> None:
     """The bundle gives the recorded rollouts back; the rest is computed anew, twice, and must be the same."""
     assert from_bundle(config, "again", folder / "bundle") == 0
@@ -209,6 +210,7 @@ def test_report_and_transcripts_say_what_was_measured(live: Path, folder: Path) 
         assert [each["log_ratio"][place] for place in own] == behaviour[record.sample_id][own - 1].tolist()
 
 
+@pytest.mark.slow
 def test_a_run_ended_by_ctrl_c_leaves_metrics_and_report(live: Path, folder: Path, config: Path) -> None:
     run = folder / "runs" / "interrupted"
     settings = ["name=interrupted", "rollout.engine=bundle", f"rollout.bundle={folder / 'bundle'}"]

