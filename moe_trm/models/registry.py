@@ -41,10 +41,13 @@ FAMILIES: Mapping[str, Family] = {
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 
 
-_TEXT_ONLY = "images are not read here; nearest is a checkpoint of its text part alone"
+_TEXT_ONLY = (
+    "the text part of this release is not read here, as that of Qwen3.5-MoE is; "
+    "nearest is a checkpoint of its text alone"
+)
 _NEAREST = {
     "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
-    "Qwen3_5MoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3_5MoeForCausalLM)",
+    "Qwen3_5MoeForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
     "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
     "KimiK25ForConditionalGeneration": f"{_TEXT_ONLY} (DeepseekV3ForCausalLM)",

@@ -114,7 +114,6 @@ def stepped(checkpoint: Path, device: torch.device, folder: Path, *, packed: boo
         HFReplayer(policy.causal, max_local_flip_rate=1.0),
         HfExporter(
             partial(owned_tensors, policy.causal, adapters, partitioned=False),
-            read_hf_config(checkpoint),
             ExportForm(HfCheckpoint(checkpoint), "float32"),
         ),
         Snapshots([policy]),

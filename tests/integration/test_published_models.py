@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import models
 from benchmarks.published import make_published
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.models.hf_config import text_config
 from moe_trm.models.registry import family_of
 from tests.integration.learner_support import ranks
 from tests.integration.ranks import fork_ranks
@@ -74,7 +75,7 @@ UNSERVED = {"moonlight_16b_a3b": "AssertionError", "deepseek_v3_2": _NO_POSITION
 
 def learners(name: str) -> tuple[str, ...]:
     """Those that do not refuse the family."""
-    return models.LEARNERS[1:] if family_of(published_config(name), name).not_in_megatron else models.LEARNERS
+    return models.LEARNERS[1:] if family_of(text_config(published_config(name)), name).not_in_megatron else models.LEARNERS
 
 
 @pytest.mark.slow
