@@ -129,13 +129,22 @@ def plain_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def library_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of what a learner trains and an engine serves, for libraries that execute no code of a repository.
 
-    Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3.
+    Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3. Qwen3.5
+    has no sections of positions, which are for images: those of text are alike in all of them.
     """
     found = without_prediction_layers(plain_config(hf_config))
     if found.get("model_type") in _ALIASES:
         found["model_type"] = _ALIASES[found["model_type"]]
         found.pop("auto_map", None)
+    if found.get("model_type") == "qwen3_5_moe_text" and has_sections(found):
+        rope = found["rope_parameters"]
+        found["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
     return found
+
+
+def has_sections(hf_config: Mapping[str, Any]) -> bool:
+    """True where heads are rotated in sections by positions in time, height and width."""
+    return "mrope_section" in (hf_config.get("rope_parameters") or {})
 
 
 def expert_width(hf_config: Mapping[str, Any]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tests.integration.learner_support import ranks
 from tests.integration.ranks import fork_ranks
 from tests.published_models import NAMES, published_config
 
+INDEX = "model.safetensors.index.json"
 SCRIPT = Path(ranks.__file__).with_name("published.py")
 
 
@@ -98,3 +101,35 @@ def test_a_published_model_is_served_trained_and_written_back(tmp_path: Path, na
     for learner in learners(name):
         checks = models.CHECKS["release"]
         assert {check: found[learner].get(check) for check in checks} == dict.fromkeys(checks, "yes"), learner
+
+
+@pytest.mark.slow
+def test_a_release_with_images_is_trained_and_written_back_whole(tmp_path: Path) -> None:
+    """A run on a real server, which is started on the text; what transformers loads again is text and images."""
+    from transformers import Qwen3_5MoeForConditionalGeneration
+
+    start = make_published(published_config("qwen3_5_35b_a3b"), tmp_path / "start")
+    settings = {
+        **models.SETTINGS,
+        "model": {"checkpoint": str(start)},
+        "run_dir": str(tmp_path / "runs"),
+        "learner": {**models.SETTINGS["learner"], "backend": "deepspeed"},
+        "optimizer": {"lr": 0.001},
+        "train": {"steps": 1, "export": True, "export_form": "published"},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "moe_trm", "train", str(tmp_path / "config.yaml"), "--nproc-per-node=1"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"started on the text of {start}" in done.stderr
+    (out,) = (path.parent for path in (tmp_path / "runs").rglob("config.json") if (path.parent / INDEX).is_file())
+    given, written = stored(start), stored(out)
+    assert given.keys() == written.keys()
+    same = {name for name, one in given.items() if torch.equal(one.view(torch.uint8), written[name].view(torch.uint8))}
+    apart = {name for name in given if name.startswith(("model.visual.", "mtp."))}
+    assert apart < same
+    assert {"lm_head.weight", "model.language_model.layers.0.mlp.experts.gate_up_proj"}.isdisjoint(same)
+    assert json.loads((out / "config.json").read_text()) == json.loads((start / "config.json").read_text())
+    _, loaded = Qwen3_5MoeForConditionalGeneration.from_pretrained(out, output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert not loaded["mismatched_keys"]

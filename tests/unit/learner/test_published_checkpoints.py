@@ -346,6 +346,16 @@ def test_a_hybrid_starts_from_a_config_of_the_servers_dtype(tmp_path: Path) -> N
     assert read_hf_config(served) == {**read_hf_config(hybrid), "dtype": "bfloat16"}
 
 
+def test_a_text_with_sections_of_positions_is_served_without_them(tmp_path: Path) -> None:
+    """SGLang has a table for them beside the weights, which would be in no push."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    start = make_family("qwen3_5_moe", tmp_path / "start", rope_parameters={**rope, **sections})
+    hf = read_hf_config(folder_to_serve(start, tmp_path, "float32"))
+    assert hf["rope_parameters"] == rope
+    assert {**hf, "rope_parameters": {**rope, **sections}} == read_hf_config(start)
+
+
 def test_kimi_k2_is_a_deepseek_v3_for_libraries() -> None:
     hf = library_config({**published_config("kimi_k2"), "auto_map": {"AutoConfig": "configuration_deepseek.X"}})
     assert hf["model_type"] == "deepseek_v3"
