@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_trm.errors import CheckpointError
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import read_whole_config, reads_images, text_config
-from moe_trm.models.multimodal import Place, is_vision, places
+from moe_trm.models.multimodal import PublishedPlace, is_vision, places
 from moe_trm.models.quantisation import SCALES, parts_of, quantisation_of
 from moe_trm.models.tensors import is_prediction
 
@@ -78,9 +78,9 @@ class HfCheckpoint:
             )
         return self.plain(name, [one[row] for one in slices])
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> PublishedPlace:
         """The tensor of the published model that holds the tensor `name`: itself, or another."""
-        return self._places.get(name) or Place(name)
+        return self._places.get(name) or PublishedPlace(name)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Names in the files of what the tensor `name` is made of: itself, or values and scales."""

@@ -62,9 +62,9 @@ class ExportForm:
     loss: ChangeLoss | None = None
 
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What is written for the learner's tensors, in any order. Matrices that `source` has in one are held until then.
+        """What is written for the learner's tensors, which come in any order.
 
-        Such a tensor must come whole: it is never written with gaps.
+        Matrices that lie in one tensor of `source` are held until it is complete. It is never written with gaps.
         """
         stacks, gaps = dict[str, Tensor](), dict[str, int]()
         for name, tensor in tensors:

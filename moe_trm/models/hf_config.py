@@ -9,7 +9,6 @@ from typing import Any
 
 from moe_trm.errors import CheckpointError
 
-
 TEXT_PART: Mapping[str, str] = {"Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
 """Architectures of models that also read images, and those of their text alone, which is trained and served."""
 

@@ -35,7 +35,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Place:
+class PublishedPlace:
     """Where the files have a tensor of the text.
 
     Attributes:
@@ -52,7 +52,7 @@ def is_vision(hf_name: str) -> bool:
     return hf_name.startswith(_VISION)
 
 
-def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, Place]:
+def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, PublishedPlace]:
     """By its name in the text model, where each tensor lies; tensors of other parts keep their names.
 
     Args:
@@ -60,12 +60,12 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
         hf: config.json of the text.
     """
     experts, width, hidden = num_experts(hf), expert_width(hf), int(hf["hidden_size"])
-    found = dict[str, Place]()
+    found = dict[str, PublishedPlace]()
     for name, stored in parts.items():
         own = f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
         stacked = _STACKED.fullmatch(own)
         if stacked is None or len(stored) > 1:
-            found[own] = Place(name)
+            found[own] = PublishedPlace(name)
             continue
         outputs = {"gate_proj": (0, width), "up_proj": (width, 2 * width)}
         if stacked[2] == "down_proj":
@@ -73,5 +73,5 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
         sizes = experts, max(stop for _, stop in outputs.values())
         for expert in range(experts):
             for matrix, (start, stop) in outputs.items():
-                found[f"{stacked[1]}.{expert}.{matrix}.weight"] = Place(name, Rows(sizes, expert, start, stop))
+                found[f"{stacked[1]}.{expert}.{matrix}.weight"] = PublishedPlace(name, Rows(sizes, expert, start, stop))
     return found

@@ -82,14 +82,14 @@ def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:
     """Refuse a model that no learner trains rightly now, whatever transformers has for it, with what is nearest.
 
     Raises:
-        CheckpointError: it is one of those in `_NEAREST`.
+        CheckpointError: it is one of those in `_NEAREST`, or has its text in a part of config.json.
     """
     architecture = (hf_config.get("architectures") or [""])[0]
-    if architecture in _NEAREST:
+    if reason := _NEAREST.get(architecture) or (_TEXT_ONLY if "text_config" in hf_config else ""):
         raise CheckpointError(
             "model architecture is not supported",
             where=where,
-            got=f"{architecture}: {_NEAREST[architecture]}",
+            got=f"{architecture}: {reason}",
             expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families.",
         )

@@ -28,7 +28,6 @@ from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.protocol import UpdateResult
 from moe_trm.learner.snapshots import Snapshots
-from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
 from routing.hf import HFReplayer
 from tests.integration.learner_support.one_step import SETTINGS, figures_of_a_step

@@ -78,7 +78,9 @@ UNSERVED = {"moonlight_16b_a3b": "AssertionError", "deepseek_v3_2": _NO_POSITION
 
 def learners(name: str) -> tuple[str, ...]:
     """Those that do not refuse the family."""
-    return models.LEARNERS[1:] if family_of(text_config(published_config(name)), name).not_in_megatron else models.LEARNERS
+    return (
+        models.LEARNERS[1:] if family_of(text_config(published_config(name)), name).not_in_megatron else models.LEARNERS
+    )
 
 
 @pytest.mark.slow

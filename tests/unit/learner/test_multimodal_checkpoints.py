@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -13,11 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.published import make_published
+from moe_trm.doctor.checks import Check
+from moe_trm.doctor.served import _geometry
 from moe_trm.errors import CheckpointError
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import write_companions, write_files, write_index
 from moe_trm.learner.hf_form import ExportForm
+from moe_trm.models import fp8_blocks
 from moe_trm.models.hf_config import read_hf_config, read_whole_config, text_config
 from moe_trm.models.registry import family_of
 from moe_trm.models.tensors import tensor_names
@@ -54,6 +60,21 @@ def saved(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for matrix, part in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
                 tensors[f"{stem}.{expert}.{matrix}_proj.weight"] = part.clone()
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts in FP8; config.json says so outside of the text."""
+    folder, block = tmp_path_factory.mktemp("fp8"), (16, 16)
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    tensors = stored(saved)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name], tensors[name + "_scale_inv"] = fp8_blocks.quantize(tensors[name], block, torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+    described = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic", "fmt": "e4m3"}
+    whole = {**read_whole_config(saved), "quantization_config": described}
+    (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
 
@@ -138,7 +159,11 @@ def test_log_probs_are_those_of_the_whole_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_published_form_of_unchanged_weights_has_the_same_bits(folder: Path, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("name", ["release", "saved", "fp8"])
+def test_the_published_form_of_unchanged_weights_has_the_same_bits(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, dtype: str
+) -> None:
+    folder = request.getfixturevalue(name)
     out = exported(folder, tmp_path / "out", dtype, published=True, change={})
     before, after = stored(folder), stored(out)
     assert before.keys() == after.keys()
@@ -171,6 +196,14 @@ def test_only_what_was_trained_is_written_anew(folder: Path, tmp_path: Path, *, 
         loaded[f"{TEXT}{EXPERTS}.gate_up_proj"][3].chunk(2)[1], change[f"model.{EXPERTS}.3.up_proj.weight"]
     )
     assert torch.equal(loaded["model.visual.pos_embed.weight"], before["model.visual.pos_embed.weight"].float())
+
+
+def test_a_plain_export_of_fp8_has_the_published_names(fp8: Path, saved: Path, tmp_path: Path) -> None:
+    out = exported(fp8, tmp_path / "out", "bfloat16", published=False, change={})
+    assert stored(out).keys() == stored(saved).keys()
+    assert "quantization_config" not in read_whole_config(out)
+    for name in HfCheckpoint(fp8).names:
+        assert torch.equal(HfCheckpoint(out).read(name), HfCheckpoint(fp8).read(name)), name
 
 
 def test_a_tensor_with_gaps_is_never_written(release: Path) -> None:
@@ -210,10 +243,23 @@ def test_the_rollout_gets_the_text(release: Path, tmp_path: Path, caplog: pytest
     assert (tokens.vocab_size, tokens.max_positions) == (128, 512)
 
 
+def test_the_doctor_refuses_a_server_of_the_whole_release(release: Path, tmp_path: Path) -> None:
+    served = folder_to_serve(release, tmp_path, "float32")
+
+    def check(folder: Path) -> Check:
+        backend = SimpleNamespace(model_folder=AsyncMock(return_value=folder))
+        return asyncio.run(_geometry(cast("Any", backend), str(release), cast("Any", SimpleNamespace(url="U"))))
+
+    assert check(served).status == "ok"
+    assert check(release).status == "fail"
+    assert "its text alone" in check(release).says
+
+
 def test_adapters_are_merged_into_tensors_of_all_experts(release: Path, tmp_path: Path) -> None:
     """The other half of such a tensor comes from the start, long after."""
     from moe_trm.export.checkpoint import export_checkpoint
-    from tests.unit.export.test_saved_adapters import LORA, half_factors, save
+    from tests.unit.export.test_saved_adapters import LORA, half_factors
+    from tests.unit.export.test_saved_weights import save
 
     lora = {**LORA, "targets": ["up_proj"]}
     factors = half_factors(release, lora)

@@ -3,8 +3,8 @@
 Each config.json under `moe_trm/models/published` holds the published values that shapes depend on. Sources: the
 defaults of transformers' configuration classes (DeepSeek-V3 and V3.2, GLM-5, gpt-oss-120b, Mixtral), slime's
 `scripts/models` (Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads
-(MiniMax-M2, Qwen3-Next), the release as others quote it (Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card
-(gpt-oss-20b).
+(MiniMax-M2, Qwen3-Next), the release as others quote it (Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md`
+(OLMoE), OpenAI's model card (gpt-oss-20b).
 
 llama.cpp prints the sum of a file's tensors when it loads it (`model params`). Its files are made from the releases, so
 that sum is a count of theirs, with as many digits as no publisher prints.
