@@ -19,7 +19,7 @@ _STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_p
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """Where the matrix of an expert lies in the tensor of all experts of its layer.
 
     Attributes:
@@ -44,7 +44,7 @@ class PublishedPlace:
     """
 
     published: str
-    rows: Rows | None = None
+    rows: ExpertRows | None = None
 
 
 def is_vision(hf_name: str) -> bool:
@@ -73,5 +73,7 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
         sizes = experts, max(stop for _, stop in outputs.values())
         for expert in range(experts):
             for matrix, (start, stop) in outputs.items():
-                found[f"{stacked[1]}.{expert}.{matrix}.weight"] = PublishedPlace(name, Rows(sizes, expert, start, stop))
+                found[f"{stacked[1]}.{expert}.{matrix}.weight"] = PublishedPlace(
+                    name, ExpertRows(sizes, expert, start, stop)
+                )
     return found
