@@ -52,9 +52,10 @@ def test_two_ranks_read_their_share_and_write_the_same_bits(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_zero_3_holds_one_whole_parameter_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", ["deepseek_v3", "qwen3_5_35b_a3b"])
+def test_zero_3_holds_one_whole_parameter_at_a_time(tmp_path: Path, release: str) -> None:
     """Of the first rank, which reads; the other gets its part of each from it."""
-    checkpoint = make_published(published_config("deepseek_v3"), tmp_path / "start")
+    checkpoint = make_published(published_config(release), tmp_path / "start")
     out = tmp_path / "out"
     done = fork_ranks([str(SCRIPT), str(checkpoint), str(out), "1", "deepspeed"], 2)
     assert done.ok, done.stderr[-3000:]
