@@ -19,6 +19,7 @@ from benchmarks.published import make_published
 from moe_trm.doctor.checks import Check
 from moe_trm.doctor.served import _geometry
 from moe_trm.errors import CheckpointError
+from moe_trm.export.checkpoint import export_checkpoint
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import write_companions, write_files, write_index
@@ -31,6 +32,8 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.start_folder import folder_to_serve
 from moe_trm.tasks.tokens import Tokens
 from tests.published_models import published_config
+from tests.unit.export.test_saved_adapters import LORA, half_factors
+from tests.unit.export.test_saved_weights import save
 from tests.unit.learner.test_family_checkpoints import launch
 from tests.unit.learner.test_published_checkpoints import same_bits, stored
 
@@ -255,12 +258,22 @@ def test_the_doctor_refuses_a_server_of_the_whole_release(release: Path, tmp_pat
     assert "its text alone" in check(release).says
 
 
+def test_a_saved_run_is_exported_under_the_published_names(release: Path, tmp_path: Path) -> None:
+    """The pieces are of transformers' text model; here each is the double of the start."""
+    policy = load_policy(HfCheckpoint(release), "float32", recompute=False)
+    tensors = ((name, one.detach()) for name, one in policy.causal.named_parameters())
+    checkpoint = save(tmp_path, release, "deepspeed", tensors)
+    out = export_checkpoint(checkpoint, tmp_path / "out", published=True)
+    before, after = stored(release), stored(out)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        factor = 1 if name.startswith(("model.visual.", "mtp.")) else 2
+        assert same_bits(after[name], tensor * factor), name
+    assert read_whole_config(out) == read_whole_config(release)
+
+
 def test_adapters_are_merged_into_tensors_of_all_experts(release: Path, tmp_path: Path) -> None:
     """The other half of such a tensor comes from the start, long after."""
-    from moe_trm.export.checkpoint import export_checkpoint
-    from tests.unit.export.test_saved_adapters import LORA, half_factors
-    from tests.unit.export.test_saved_weights import save
-
     lora = {**LORA, "targets": ["up_proj"]}
     factors = half_factors(release, lora)
     checkpoint = save(tmp_path, release, "megatron", iter(factors.items()), lora=lora)
