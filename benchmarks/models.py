@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.threads import SINGLE_THREAD
-from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.hf_config import read_hf_config, reads_images
 from moe_trm.models.registry import MOE_FAMILIES, family_of
 
 FOUND = Path(__file__).parent / "models.json"
@@ -198,6 +198,8 @@ def release_lines(found: Mapping[str, Any]) -> list[str]:
 def _form(name: str) -> str:
     published = json.loads((RELEASES / f"{name}.json").read_text(encoding="utf-8"))
     form = str((published.get("quantization_config") or {}).get("quant_method", "bf16"))
+    if reads_images(published):
+        return f"{form} + MTP + images"
     return form + (" + MTP" if published.get("num_nextn_predict_layers") else "")
 
 

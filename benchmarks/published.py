@@ -2,7 +2,7 @@
 
 Made from the config.json of the release: FP8 blocks or MXFP4 where it announces them, layers behind the last that
 predict several tokens at once, float32 biases that choose experts, several files with an index. The same seed gives the
-same bytes.
+same bytes. A model that reads images has its vision encoder, and the experts of a layer in two tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_trm.models import fp8_blocks, mxfp4
-from moe_trm.models.hf_config import library_config
+from moe_trm.models.hf_config import library_config, reads_images, text_config
 from moe_trm.models.hybrid import TINY as HYBRID
 from moe_trm.models.quantisation import BLOCKS, SCALE_INV, SCALES, Quantisation, quantisation_of
-from moe_trm.models.registry import family_of
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save
 from moe_trm.models.tiny.families import random_model
 
@@ -33,6 +32,10 @@ SIZES = {
     "first_k_dense_replace": 1, "sliding_window": 16, "rotary_dim": 16, "shared_expert_intermediate_size": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "index_topk": 8, "index_n_heads": 4, "index_head_dim": 16,
+}  # fmt: skip
+VISION_SIZES = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_position_embeddings": 16,
+    "out_hidden_size": 64, "patch_size": 4,
 }  # fmt: skip
 """In place of the published values, where there are any. 32 + 8 latents are 2.5 blocks of 16 weights."""
 ALWAYS = {"vocab_size": 128, "max_position_embeddings": 512, "initializer_range": 0.2}
@@ -47,10 +50,19 @@ _EXACT = ".e_score_correction_bias"
 
 def divided(published: Mapping[str, Any]) -> dict[str, Any]:
     """The published config.json with small sizes."""
+    if reads_images(published):
+        vision, ids = {**published["vision_config"], **VISION_SIZES}, {}
+        for number, key in enumerate(key for key in published if key.endswith("_token_id")):
+            ids[key] = ALWAYS["vocab_size"] - 1 - number
+        return {**published, **ids, "text_config": divided(published["text_config"]), "vision_config": vision}
     found = {**published, **{key: value for key, value in SIZES.items() if published.get(key)}, **ALWAYS}
     found |= SPECIAL_IDS
     if "linear_num_key_heads" in published:
         found["initializer_range"] = HYBRID["initializer_range"]
+    if kinds := published.get("layer_types"):
+        found["layer_types"] = kinds[: SIZES["num_hidden_layers"]]
+    if "mrope_section" in (rope := published.get("rope_parameters") or {}):
+        found["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     alike = published["num_key_value_heads"] == published["num_attention_heads"]
     found["num_key_value_heads"] = found["num_attention_heads"] if alike else 2
     found["num_experts_per_tok"] = max(2, int(published["num_experts_per_tok"]) // 2)
@@ -67,14 +79,19 @@ def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) ->
     """Write a tiny checkpoint of the model whose config.json is `published` to `folder`, which is returned."""
     import transformers
 
-    hf, where = divided(published), str(folder)
-    family, form = family_of(hf, where), quantisation_of(hf, where)
-    kind = transformers.CONFIG_MAPPING[library_config(hf)["model_type"]]
-    model = random_model(family, kind.from_dict({**library_config(hf), "dtype": "float32"}), seed)
+    whole, where = divided(published), str(folder)
+    hf = text_config(whole)
+    form = quantisation_of(hf, where)
+    made = whole if reads_images(whole) else library_config(hf)
+    kind = transformers.CONFIG_MAPPING[made["model_type"]]
+    model = random_model(made["architectures"][0], kind.from_dict({**made, "dtype": "float32"}), seed)
     with tempfile.TemporaryDirectory() as scratch:
         save(model, character_tokenizer(), Path(scratch))
         plain = load_file(Path(scratch) / "model.safetensors")
-    plain |= _prediction(plain, hf, torch.Generator().manual_seed(seed))
+    random = torch.Generator().manual_seed(seed)
+    if reads_images(whole):
+        plain = {**model.state_dict(), **_apart(plain, hf, random)}
+    plain |= _prediction(plain, hf, random)
     stored = dict[str, Tensor]()
     for name, tensor in plain.items():
         stored |= stored_form(name, tensor if name.endswith(_EXACT) else tensor.bfloat16(), form)
@@ -86,8 +103,17 @@ def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) ->
         save_file({name: stored[name] for name in held}, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(hf, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
     return folder
+
+
+def _apart(saved: Mapping[str, Tensor], hf: Mapping[str, Any], random: torch.Generator) -> dict[str, Tensor]:
+    """Qwen3.5's layer that predicts several tokens at once, as the last of the model, with a tensor for each matrix."""
+    width, last = int(hf["hidden_size"]), f"model.language_model.layers.{hf['num_hidden_layers'] - 1}."
+    own = {name.replace(last, "mtp.layers.0."): one for name, one in saved.items() if name.startswith(last)}
+    own |= {f"mtp.{x}.weight": torch.ones(width) for x in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    own["mtp.fc.weight"] = torch.ones(width, 2 * width)
+    return {name: torch.randn(one.shape, generator=random) * 0.2 for name, one in own.items()}
 
 
 def _prediction(plain: Mapping[str, Tensor], hf: Mapping[str, Any], random: torch.Generator) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 from moe_trm.config.schema import RolloutConfig
 from moe_trm.doctor.checks import Check, attempt
 from moe_trm.errors import CheckpointError, EngineError
-from moe_trm.models.hf_config import library_config
+from moe_trm.models.hf_config import library_config, reads_images, text_config
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.servers.backend import ServerBackend, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
@@ -80,7 +80,14 @@ async def _geometry(backend: ServerBackend, checkpoint: str, http: EngineHttp) -
         return Check(name, "skip", "servers of this engine do not say what they serve")
     if not (folder / "config.json").is_file():
         return Check(name, "skip", f"{folder} is not on this machine")
-    theirs, ours = _read(folder), library_config(_read(Path(checkpoint)))
+    theirs, ours = _read(folder), library_config(text_config(_read(Path(checkpoint))))
+    if reads_images(theirs):
+        return Check(
+            name,
+            "fail",
+            f"it serves {theirs['architectures'][0]}, and pushes have the names of its text alone",
+            "start it from the same configuration, `python -m launch.rollout CONFIG`: it then serves the text",
+        )
     # A server of a quantised checkpoint must hold plain weights, because pushes are plain.
     held = {key: theirs[key] for key in ("quantization_config",) if key in theirs}
     different = differing(library_config(theirs) | held, ours)

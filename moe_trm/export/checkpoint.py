@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,9 @@ def _write(checkpoint: Path, manifest: Manifest, form: ExportForm, folder: Path,
     hf = read_hf_config(start)
     reader = PieceReader(checkpoint / name for name in sorted(manifest.files) if name != STATE_FILE)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _of_model(reader, hf, learner, form.source, where=str(checkpoint)):
-            yield from form.stored(name, tensor).items()
-        yield from form.kept()
-
-    write_index(folder, write_files(folder, "model", tensors(), shard_bytes))
-    write_companions(folder, start, form.config(hf))
+    trained = form.written(_of_model(reader, hf, learner, form.source, where=str(checkpoint)))
+    write_index(folder, write_files(folder, "model", chain(trained, form.kept()), shard_bytes))
+    write_companions(folder, start, form.config())
 
 
 def _of_model(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models import fp8_blocks, mxfp4
-from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.hf_config import read_whole_config, reads_images, text_config
+from moe_trm.models.multimodal import PublishedPlace, is_vision, places
 from moe_trm.models.quantisation import SCALES, parts_of, quantisation_of
 from moe_trm.models.tensors import is_prediction
 
@@ -24,11 +25,13 @@ class HfCheckpoint:
     """Lazy access to the safetensors of a checkpoint folder; only the tensors asked for are read from disk.
 
     Weights in FP8 or MXFP4 are dequantised as they are read (`moe_trm.models.quantisation`), in config.json's dtype.
+    The text of a model that also reads images has the names of a text model (`moe_trm.models.multimodal`).
 
     Attributes:
         folder: where it lies.
         names: of all tensors of the model.
         prediction: of tensors of the layers that predict several tokens at once. Nothing trains or serves them.
+        vision: of tensors of the vision encoder. Nothing trains or serves them.
         quantisation: the form of the weights; None: plain tensors.
 
     Raises:
@@ -39,14 +42,23 @@ class HfCheckpoint:
         self.folder = Path(folder)
         self._file_of = self._index()
         self._handles: dict[str, Any] = {}
-        hf = read_hf_config(folder) if (self.folder / "config.json").is_file() else {}
+        whole = read_whole_config(folder) if (self.folder / "config.json").is_file() else {}
+        hf = text_config(whole)
         self.quantisation = quantisation_of(hf, f"{self.folder}/config.json")
         self._parts = parts_of(self._file_of, self.quantisation)
-        self.prediction = frozenset(name for name in self._parts if is_prediction(name, hf))
-        self.names = frozenset(self._parts) - self.prediction
+        self._places = places(self._parts, hf) if reads_images(whole) else {}
+        self._parts |= {name: self._parts[place.published] for name, place in self._places.items()}
+        known = frozenset(self._places or self._parts)
+        self.prediction = frozenset(name for name in known if is_prediction(name, hf))
+        self.vision = frozenset(filter(is_vision, self._places))
+        self.names = known - self.prediction - self.vision
 
     def read(self, name: str) -> Tensor:
         """The tensor `name` on CPU: in the checkpoint's dtype, or dequantised."""
+        if rows := self.place(name).rows:
+            self.shape(name)
+            (stored,) = self.parts(name)
+            return self.plain(name, [self._handle(stored).get_slice(stored)[rows.expert, rows.start : rows.stop]])
         parts = [self._handle(part).get_tensor(part) for part in self.parts(name)]
         return self.plain(name, parts)
 
@@ -66,6 +78,10 @@ class HfCheckpoint:
             )
         return self.plain(name, [one[row] for one in slices])
 
+    def place(self, name: str) -> PublishedPlace:
+        """The tensor of the published model that holds the tensor `name`: itself, or another."""
+        return self._places.get(name) or PublishedPlace(name)
+
     def parts(self, name: str) -> tuple[str, ...]:
         """Names in the files of what the tensor `name` is made of: itself, or values and scales."""
         return self._parts.get(name, (name,))
@@ -83,7 +99,18 @@ class HfCheckpoint:
         """Shape of the tensor `name`, whose values are not read."""
         stored = self.parts(name)[0]
         shape = tuple(self._handle(stored).get_slice(stored).get_shape())
-        if stored == name:
+        place = self.place(name)
+        if rows := place.rows:
+            if shape[:-1] != rows.sizes:
+                raise CheckpointError(
+                    "tensor has another shape than config.json announces",
+                    where=f"{self.folder}, {stored}",
+                    got=list(shape),
+                    expected=[*rows.sizes, "inputs"],
+                    fix="Use the config.json that belongs to these weights.",
+                )
+            return rows.stop - rows.start, shape[-1]
+        if stored == place.published:
             return shape
         *outer, outputs, groups, _ = shape
         return *outer, groups * mxfp4.GROUP, outputs

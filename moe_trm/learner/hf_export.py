@@ -33,14 +33,11 @@ class HfExporter:
 
     Args:
         tensors: this rank's tensors under their Hugging Face names; all ranks call it together.
-        hf: config.json of the checkpoint the model came from.
         form: of complete checkpoints; config and tokenizer files are copied from its source.
     """
 
-    def __init__(
-        self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], hf: Mapping[str, Any], form: ExportForm
-    ) -> None:
-        self.tensors, self._hf, self._form = tensors, hf, form
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], form: ExportForm) -> None:
+        self.tensors, self._form = tensors, form
 
     def write_push(self, directory: Path, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """Write this rank's tensors to files in `directory` (created if missing), one while the next is made.
@@ -55,7 +52,7 @@ class HfExporter:
         It has the shards, the index, config.json and the tokenizer files.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        stored = {part: made for name, one in self.tensors() for part, made in self._form.stored(name, one).items()}
+        stored = dict(self._form.written(self.tensors()))
         save_file(stored, directory / _file_name(dist.get_rank()), metadata={"format": "pt"})
         del stored
         dist.barrier()
@@ -63,7 +60,7 @@ class HfExporter:
             files = [directory / _file_name(rank) for rank in range(dist.get_world_size())]
             files += write_files(directory, "model-kept", self._form.kept())
             write_index(directory, [file for file in files if file.is_file()])
-            write_companions(directory, self._form.source.folder, self._form.config(self._hf))
+            write_companions(directory, self._form.source.folder, self._form.config())
         dist.barrier()
 
 

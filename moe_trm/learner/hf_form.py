@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models import fp8_blocks, mxfp4
-from moe_trm.models.hf_config import plain_config, without_prediction_layers
+from moe_trm.models.hf_config import plain_config, read_whole_config, reads_images, without_prediction_layers
 from moe_trm.sync.rounding import DTYPES, Rounding
 
 
@@ -61,17 +61,41 @@ class ExportForm:
     published: bool = False
     loss: ChangeLoss | None = None
 
+    def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What is written for the learner's tensors, which come in any order.
+
+        Matrices that lie in one tensor of `source` are held until it is complete. It is never written with gaps.
+        """
+        stacks, gaps = dict[str, Tensor](), dict[str, int]()
+        for name, tensor in tensors:
+            place = self.source.place(name)
+            if place.rows is None:
+                yield from self.stored(name, tensor).items()
+                continue
+            ((whole, part),) = self.stored(name, tensor).items()
+            if whole not in stacks:
+                stacks[whole] = torch.empty(*place.rows.sizes, part.shape[-1], dtype=part.dtype)
+                gaps[whole] = stacks[whole].numel()
+            stacks[whole][place.rows.expert, place.rows.start : place.rows.stop] = part
+            gaps[whole] -= part.numel()
+            if not gaps[whole]:
+                yield whole, stacks.pop(whole)
+        assert not stacks, f"incomplete: {sorted(stacks)[:3]}"
+
     def stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The tensors written for the learner's tensor `name`: itself, or values and scales."""
+        """The tensors written for the learner's tensor `name`, by their names in `source`: one, or values and scales.
+
+        Rows of a tensor of `source` have its name.
+        """
         if not self.published:
-            return {name: Rounding(self.dtype).pushed(name, tensor)}
+            return {self.source.place(name).published: Rounding(self.dtype).pushed(name, tensor)}
         names, form = self.source.parts(name), self.source.quantisation
-        old = [self.source.read_stored(part) for part in names]
+        old = [self.source.read_stored(part) for part in names] if len(names) > 1 else [self.source.read(name)]
         # As the learner got it, so that what it left alone compares equal.
         dtype = DTYPES[Rounding(self.dtype).dtype_of(name)]
         new, before = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
         if len(names) == 1 or form is None:
-            return {name: torch.where(new == before, old[0], new.to(old[0].dtype)).contiguous()}
+            return {names[0]: torch.where(new == before, old[0], new.to(old[0].dtype)).contiguous()}
         if form.method == "fp8":
             read_in = getattr(torch, form.dtype)
             made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, read_in, powers=form.powers)
@@ -82,18 +106,24 @@ class ExportForm:
         return dict(zip(names, (part.contiguous() for part in made), strict=True))
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that nothing trains: of the layers that predict several tokens at once.
+        """Tensors that nothing trains: of layers that predict several tokens at once, and of the vision encoder.
 
         They are those of `source` bit for bit, or its dequantisation where the export is plain.
         """
-        for name in sorted(self.source.prediction):
+        for name in sorted(self.source.prediction | self.source.vision):
             if self.published:
                 yield from ((part, self.source.read_stored(part)) for part in self.source.parts(name))
             else:
                 yield name, self.source.read(name)
 
-    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """config.json of the export, from that of `source`."""
+        whole = read_whole_config(self.source.folder)
+        if not reads_images(whole):
+            return self._announced(whole)
+        return {**self._announced(whole), "text_config": self._announced(whole["text_config"])}
+
+    def _announced(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(hf) if self.source.prediction else without_prediction_layers(hf)
         if self.published:
             return found

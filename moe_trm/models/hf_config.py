@@ -9,9 +9,41 @@ from typing import Any
 
 from moe_trm.errors import CheckpointError
 
+TEXT_PART: Mapping[str, str] = {"Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
+"""Architectures of models that also read images, and those of their text alone, which is trained and served."""
+
+
+def reads_images(hf_config: Mapping[str, Any]) -> bool:
+    """True for the whole config.json of a model whose text is a part of it."""
+    return (hf_config.get("architectures") or [""])[0] in TEXT_PART and "text_config" in hf_config
+
+
+def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the text alone; that of a text model as it is.
+
+    As in transformers, whether embedding and output weight are tied is said outside of `text_config`.
+    """
+    if not reads_images(hf_config):
+        return dict(hf_config)
+    outer = {key: hf_config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf_config}
+    return {
+        **outer,
+        **hf_config["text_config"],
+        "architectures": [TEXT_PART[hf_config["architectures"][0]]],
+        "tie_word_embeddings": bool(hf_config.get("tie_word_embeddings")),
+    }
+
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face checkpoint folder as plain data.
+    """`config.json` of the text model in a Hugging Face checkpoint folder, as plain data.
+
+    Raises `CheckpointError` as `read_whole_config`.
+    """
+    return text_config(read_whole_config(checkpoint))
+
+
+def read_whole_config(checkpoint: str | Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face checkpoint folder as it is.
 
     Raises:
         CheckpointError: no such folder, no config.json in it, or not JSON.
@@ -96,13 +128,22 @@ def plain_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def library_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of what a learner trains and an engine serves, for libraries that execute no code of a repository.
 
-    Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3.
+    Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3. Qwen3.5
+    has no sections of positions, which are for images: those of text are alike in all of them.
     """
     found = without_prediction_layers(plain_config(hf_config))
     if found.get("model_type") in _ALIASES:
         found["model_type"] = _ALIASES[found["model_type"]]
         found.pop("auto_map", None)
+    if found.get("model_type") == "qwen3_5_moe_text" and has_sections(found):
+        rope = found["rope_parameters"]
+        found["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
     return found
+
+
+def has_sections(hf_config: Mapping[str, Any]) -> bool:
+    """True where heads are rotated in sections by positions in time, height and width."""
+    return "mrope_section" in (hf_config.get("rope_parameters") or {})
 
 
 def expert_width(hf_config: Mapping[str, Any]) -> int:

@@ -41,10 +41,13 @@ FAMILIES: Mapping[str, Family] = {
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 
 
-_TEXT_ONLY = "images are not read here; nearest is a checkpoint of its text part alone"
+_TEXT_ONLY = (
+    "the text part of this release is not read here, as that of Qwen3.5-MoE is; "
+    "nearest is a checkpoint of its text alone"
+)
 _NEAREST = {
     "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
-    "Qwen3_5MoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3_5MoeForCausalLM)",
+    "Qwen3_5MoeForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
     "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
     "KimiK25ForConditionalGeneration": f"{_TEXT_ONLY} (DeepseekV3ForCausalLM)",
@@ -79,14 +82,14 @@ def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:
     """Refuse a model that no learner trains rightly now, whatever transformers has for it, with what is nearest.
 
     Raises:
-        CheckpointError: it is one of those in `_NEAREST`.
+        CheckpointError: it is one of those in `_NEAREST`, or has its text in a part of config.json.
     """
     architecture = (hf_config.get("architectures") or [""])[0]
-    if architecture in _NEAREST:
+    if reason := _NEAREST.get(architecture) or (_TEXT_ONLY if "text_config" in hf_config else ""):
         raise CheckpointError(
             "model architecture is not supported",
             where=where,
-            got=f"{architecture}: {_NEAREST[architecture]}",
+            got=f"{architecture}: {reason}",
             expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families.",
         )

@@ -12,7 +12,7 @@ from moe_trm import models
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.hf_config import read_whole_config, reads_images, text_config
 from moe_trm.plan.build import Assumptions, Work, build, overrides
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     has_file = args.config is not None and "=" not in args.config
     given = [] if has_file or args.config is None else [args.config]
     config = load(args.config if has_file else WORKLOAD, [*given, *args.overrides])
-    hf, where = _hf_config(config.model, args.hf_config)
+    whole, where = _hf_config(config.model, args.hf_config)
+    hf = text_config(whole)
     if args.nodes < 1 or args.gpus < 1 or (args.server_nodes or 1) < 1:
         raise ConfigError(
             "no such machine",
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         if has_file
         else config.model_copy(update={name: getattr(Config(model=config.model), name) for name in CHOSEN})
     )
+    if reads_images(whole):
+        print("These are counts of the text model alone. The vision encoder is neither trained nor served.\n")
     print(proposals(found, before))
     plan = build(config, work, cluster) if has_file else next(iter(found.plans), None)
     if plan is not None:
@@ -131,7 +134,7 @@ def _lengths(args: argparse.Namespace, rollout: RolloutConfig) -> Lengths:
 
 def _hf_config(model: ModelConfig, name: str | None) -> tuple[dict[str, Any], str]:
     if name is None:
-        return read_hf_config(model.checkpoint), f"{model.checkpoint}/config.json"
+        return read_whole_config(model.checkpoint), f"{model.checkpoint}/config.json"
     file = PUBLISHED / f"{name}.json" if name in published() else Path(name)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

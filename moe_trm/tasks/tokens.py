@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from moe_trm.errors import CheckpointError
+from moe_trm.models.hf_config import text_config
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """Without any of these transformers makes up an empty tokenizer rather than fail."""
@@ -46,7 +47,7 @@ class Tokens:
                 expected="a Hugging Face checkpoint folder",
                 fix="check model.checkpoint",
             )
-        config = self._json("config.json", required=True)
+        config = text_config(self._json("config.json", required=True))
         self._tokenizer = self._load()
         self.vocab_size = self._vocab_size(config)
         positions = config.get("max_position_embeddings")
@@ -199,7 +200,7 @@ class Tokens:
         return AutoTokenizer
 
     def _vocab_size(self, config: dict[str, Any]) -> int:
-        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+        size = config.get("vocab_size")
         if not isinstance(size, int):
             raise CheckpointError(
                 "config.json has no vocab_size", where=str(self.folder), got=size, expected="an integer"

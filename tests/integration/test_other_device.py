@@ -28,7 +28,6 @@ from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.protocol import UpdateResult
 from moe_trm.learner.snapshots import Snapshots
-from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
 from routing.hf import HFReplayer
 from tests.integration.learner_support.one_step import SETTINGS, figures_of_a_step
@@ -114,7 +113,6 @@ def stepped(checkpoint: Path, device: torch.device, folder: Path, *, packed: boo
         HFReplayer(policy.causal, max_local_flip_rate=1.0),
         HfExporter(
             partial(owned_tensors, policy.causal, adapters, partitioned=False),
-            read_hf_config(checkpoint),
             ExportForm(HfCheckpoint(checkpoint), "float32"),
         ),
         Snapshots([policy]),

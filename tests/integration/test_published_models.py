@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from torch import Tensor
 from benchmarks import models
 from benchmarks.published import make_published
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.models.hf_config import text_config
 from moe_trm.models.registry import family_of
 from tests.integration.learner_support import ranks
 from tests.integration.ranks import fork_ranks
 from tests.published_models import NAMES, published_config
 
+INDEX = "model.safetensors.index.json"
 SCRIPT = Path(ranks.__file__).with_name("published.py")
 
 
@@ -48,9 +52,10 @@ def test_two_ranks_read_their_share_and_write_the_same_bits(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_zero_3_holds_one_whole_parameter_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", ["deepseek_v3", "qwen3_5_35b_a3b"])
+def test_zero_3_holds_one_whole_parameter_at_a_time(tmp_path: Path, release: str) -> None:
     """Of the first rank, which reads; the other gets its part of each from it."""
-    checkpoint = make_published(published_config("deepseek_v3"), tmp_path / "start")
+    checkpoint = make_published(published_config(release), tmp_path / "start")
     out = tmp_path / "out"
     done = fork_ranks([str(SCRIPT), str(checkpoint), str(out), "1", "deepspeed"], 2)
     assert done.ok, done.stderr[-3000:]
@@ -74,7 +79,9 @@ UNSERVED = {"moonlight_16b_a3b": "AssertionError", "deepseek_v3_2": _NO_POSITION
 
 def learners(name: str) -> tuple[str, ...]:
     """Those that do not refuse the family."""
-    return models.LEARNERS[1:] if family_of(published_config(name), name).not_in_megatron else models.LEARNERS
+    return (
+        models.LEARNERS[1:] if family_of(text_config(published_config(name)), name).not_in_megatron else models.LEARNERS
+    )
 
 
 @pytest.mark.slow
@@ -97,3 +104,35 @@ def test_a_published_model_is_served_trained_and_written_back(tmp_path: Path, na
     for learner in learners(name):
         checks = models.CHECKS["release"]
         assert {check: found[learner].get(check) for check in checks} == dict.fromkeys(checks, "yes"), learner
+
+
+@pytest.mark.slow
+def test_a_release_with_images_is_trained_and_written_back_whole(tmp_path: Path) -> None:
+    """A run on a real server, which is started on the text; what transformers loads again is text and images."""
+    from transformers import Qwen3_5MoeForConditionalGeneration
+
+    start = make_published(published_config("qwen3_5_35b_a3b"), tmp_path / "start")
+    settings = {
+        **models.SETTINGS,
+        "model": {"checkpoint": str(start)},
+        "run_dir": str(tmp_path / "runs"),
+        "learner": {**models.SETTINGS["learner"], "backend": "deepspeed"},
+        "optimizer": {"lr": 0.001},
+        "train": {"steps": 1, "export": True, "export_form": "published"},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "moe_trm", "train", str(tmp_path / "config.yaml"), "--nproc-per-node=1"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"started on the text of {start}" in done.stderr
+    (out,) = (path.parent for path in (tmp_path / "runs").rglob("config.json") if (path.parent / INDEX).is_file())
+    given, written = stored(start), stored(out)
+    assert given.keys() == written.keys()
+    same = {name for name, one in given.items() if torch.equal(one.view(torch.uint8), written[name].view(torch.uint8))}
+    apart = {name for name in given if name.startswith(("model.visual.", "mtp."))}
+    assert apart < same
+    assert {"lm_head.weight", "model.language_model.layers.0.mlp.experts.gate_up_proj"}.isdisjoint(same)
+    assert json.loads((out / "config.json").read_text()) == json.loads((start / "config.json").read_text())
+    _, loaded = Qwen3_5MoeForConditionalGeneration.from_pretrained(out, output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert not loaded["mismatched_keys"]

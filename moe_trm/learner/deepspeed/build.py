@@ -85,7 +85,6 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         replayer,
         HfExporter(
             partial(owned_tensors, policy.causal, adapters, partitioned=partitioned),
-            hf,
             ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
         (PartitionSnapshots if partitioned else Snapshots)(

@@ -28,13 +28,14 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
     """The model and what did not fit, with `options` of `from_pretrained`.
 
     transformers 5.19 dequantises FP8 only where blocks divide the matrix, which those of DeepSeek-V3 do not, and rounds
-    once less with a float32 learner. So quantised weights are read here, for either learner alike.
+    once less with a float32 learner. So quantised weights are read here, for either learner alike, and so is the text
+    of a model that reads images.
     """
     import transformers
 
     config, hf = model_config(checkpoint.folder), read_hf_config(checkpoint.folder)
     options = {**options, "config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    if checkpoint.quantisation is None:
+    if all(checkpoint.parts(name) == (name,) for name in checkpoint.names):
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, **options)
     else:
         weights = {name: _Unread(checkpoint, name) for name in checkpoint.names}

@@ -103,7 +103,6 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         replayer,
         HfExporter(
             OwnedTensors(chunks, hf, adapters.merged),
-            hf,
             ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
         MegatronState(chunks, optimizer, hf, adapters.factors, identity),

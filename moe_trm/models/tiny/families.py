@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moe_trm.models.family import Family
 from moe_trm.models.registry import FAMILIES
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save
 
@@ -33,16 +32,16 @@ def tiny_family(name: str, seed: int = 0, **options: Any) -> Any:
     prefix = family.architecture.removesuffix("ForCausalLM")
     kind = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     config = kind(**{**COMMON, **family.tiny, **options}, dtype="float32")
-    return random_model(family, config, seed)
+    return random_model(family.architecture, config, seed)
 
 
-def random_model(family: Family, config: Any, seed: int) -> Any:
-    """transformers' model of this configuration with random weights; the same seed gives the same."""
+def random_model(architecture: str, config: Any, seed: int) -> Any:
+    """transformers' model of this class and configuration with random weights; the same seed gives the same."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, family.architecture)(config)
+        model = getattr(transformers, architecture)(config)
         with torch.no_grad():
             for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if tensor_name.endswith(("gate.weight", "router.weight", "sinks")):

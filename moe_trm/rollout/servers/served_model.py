@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.errors import CheckpointError
-from moe_trm.models.hf_config import moe_layers, num_experts
+from moe_trm.models.hf_config import moe_layers, num_experts, text_config
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class ServedModel:
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> ServedModel:
-        """Read `config.json` of a Hugging Face checkpoint folder. Raises `CheckpointError`."""
+        """Read `config.json` of a Hugging Face checkpoint folder: of its text. Raises `CheckpointError`."""
         path = folder / "config.json"
         try:
-            return cls.from_config(json.loads(path.read_text()))
+            return cls.from_config(text_config(json.loads(path.read_text())))
         except OSError as error:
             raise CheckpointError(
                 "cannot read the checkpoint", where=str(path), got=error.strerror, expected="config.json"

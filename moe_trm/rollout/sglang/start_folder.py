@@ -6,20 +6,25 @@ and the tokenizer, with random weights of the right shapes (`--load-format dummy
 makes before it samples, brings those of the checkpoint, dequantised by the learner.
 
 A model with the gated delta rule starts in the same way where config.json has another dtype than the server: SGLang
-would hold the weights of the rule's norm in that one.
+would hold the weights of the rule's norm in that one. It does so where config.json has sections of positions, too, for
+which SGLang has a table beside the weights that no push brings. Of a model that also reads images, the text is served,
+and pushes have its names.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 from moe_trm.config.schema import ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError
-from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.hf_config import has_sections, library_config, read_hf_config, read_whole_config, reads_images
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.models.registry import find_family
+
+log = logging.getLogger(__name__)
 
 RANDOM_WEIGHTS = ("--load-format", "dummy")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
@@ -51,14 +56,19 @@ def check_quantised(rollout: RolloutConfig, model: ModelConfig) -> None:
 def folder_to_serve(checkpoint: Path, beside: Path, dtype: str) -> Path:
     """The checkpoint itself; or a folder in `beside` without weights, whose config.json is for plain ones.
 
-    The latter where the weights are quantised, or where the server would hold some of them in another than its `dtype`.
+    The latter where the weights are quantised, where the server would hold some of them in another than its `dtype` or
+    more than the weights, and where the text is a part of the model.
     """
     hf = read_hf_config(checkpoint)
+    is_text = not reads_images(read_whole_config(checkpoint))
     family = find_family(hf)
     held = hf.get("dtype") or hf.get("torch_dtype")
     has_states = family is not None and "gated delta" in family.attention_kinds(hf)
-    if has_plain_weights(checkpoint) and (held == dtype or not has_states):
+    holds_weights = not has_states or (held == dtype and not has_sections(hf))
+    if is_text and has_plain_weights(checkpoint) and holds_weights:
         return checkpoint
+    if not is_text:
+        log.warning("the rollout server is started on the text of %s (%s)", checkpoint, hf["architectures"][0])
     folder = beside / "served-model"
     folder.mkdir()
     weights = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}

@@ -11,7 +11,7 @@ from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError, EngineLost
-from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.hf_config import read_hf_config, read_whole_config, reads_images
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.rollout.servers.backend import Launch, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
@@ -38,7 +38,7 @@ class VllmBackend(VllmAnswers, ServerBackend):
     decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
 
     def check(self, config: Config) -> None:
-        """Refuse indexers, quantised checkpoints, masks with more kept ids than log-probs can tell.
+        """Refuse indexers, checkpoints that are quantised or read images, masks with more kept ids than log-probs tell.
 
         Also a cache smaller than the longest sequence, and a start without vLLM. Raises `CheckpointError`,
         `ConfigError`.
@@ -47,6 +47,14 @@ class VllmBackend(VllmAnswers, ServerBackend):
         check_indexer(hf, where)
         if config.rollout.starts_server:
             interpreter()
+        if reads_images(whole := read_whole_config(config.model.checkpoint)):
+            raise CheckpointError(
+                "vLLM is started on a whole checkpoint here, and pushes have the names of its text alone",
+                where=where,
+                got=whole["architectures"][0],
+                expected=hf["architectures"][0],
+                fix="Train it with rollout.engine=sglang, which is started on the text.",
+            )
         if quantisation_of(hf, where) is not None:
             raise CheckpointError(
                 "pushes to vLLM are plain tensors, and this checkpoint's are quantised",

@@ -32,8 +32,8 @@ RELEASES = {
         {"deepspeed": "Qwen3NextForCausalLM accepted", "megatron": r"gated delta rule.*learner\.backend=deepspeed"},
     ),
     "Qwen3.5-35B-A3B": (
-        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {"num_experts": 256}},
-        dict.fromkeys(("deepspeed", "megatron"), r"images are not read here.*Qwen3_5MoeForCausalLM"),
+        {**published_config("qwen3_5_35b_a3b")},
+        {"deepspeed": "Qwen3_5MoeForCausalLM accepted", "megatron": r"gated delta rule.*learner\.backend=deepspeed"},
     ),
     "MiniMax-M2": (
         {**published_config("minimax_m2")},

@@ -17,6 +17,7 @@ from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import read_hf_config
@@ -166,13 +167,25 @@ def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: st
     ("architecture", "reason"),
     [
         ("NemotronHForCausalLM", "Mamba layers are not supported; nearest are Qwen3-Next"),
-        ("Qwen3_5MoeForConditionalGeneration", r"images are not read here; nearest .* \(Qwen3_5MoeForCausalLM\)"),
+        ("Qwen3VLMoeForConditionalGeneration", r"as that of Qwen3\.5-MoE is; nearest .* \(Qwen3MoeForCausalLM\)"),
+        ("Qwen3_5MoeForConditionalGeneration", r"has no text_config"),
         ("MambaForCausalLM", "got: +.*MambaForCausalLM"),
     ],
 )
 def test_models_that_are_not_supported_now_are_refused_with_what_is_nearest(architecture: str, reason: str) -> None:
     with pytest.raises(CheckpointError, match=f"(?s)architecture is not supported.*{reason}"):
         check_layout(config(), "0.16.1", {"architectures": [architecture]})
+
+
+def test_other_models_with_a_text_part_are_refused_by_both_learners() -> None:
+    hf = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {"vocab_size": 128}}
+    says = (
+        r"(?s)Qwen3_5ForConditionalGeneration: the text part .* is not read here.*nearest is a checkpoint of its text"
+    )
+    with pytest.raises(CheckpointError, match=says):
+        check_layout(config(), "0.16.1", hf)
+    with pytest.raises(CheckpointError, match=says):
+        check_model(config(), hf)
 
 
 @pytest.mark.parametrize(

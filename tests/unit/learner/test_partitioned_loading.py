@@ -50,8 +50,10 @@ def test_every_family_is_read_as_transformers_loads_it(tmp_path: Path, name: str
     assert_same_model(checkpoint, "bfloat16")
 
 
-@pytest.mark.parametrize("release", ["deepseek_v3", pytest.param("gpt_oss_20b", marks=pytest.mark.slow)])
-def test_published_forms_are_read_dequantised(tmp_path: Path, release: str) -> None:
+@pytest.mark.parametrize(
+    "release", ["deepseek_v3", "qwen3_5_35b_a3b", pytest.param("gpt_oss_20b", marks=pytest.mark.slow)]
+)
+def test_published_forms_are_read_too(tmp_path: Path, release: str) -> None:
     assert_same_model(HfCheckpoint(make_published(published_config(release), tmp_path / "start")), "float32")
 
 

@@ -197,9 +197,9 @@ def exported(
     weights = {name: checkpoint.read(name).to(getattr(torch, held.dtype_of(name))) for name in checkpoint.names}
     if change is not None:
         weights[change[0]] = change[1]
-    made = [one for name, weight in weights.items() for one in form.stored(name, weight).items()]
-    write_index(folder, write_files(folder, "model", [*made, *form.kept()], file_bytes=1 << 16))
-    write_companions(folder, source, form.config(read_hf_config(source)))
+    made = [*form.written(weights.items()), *form.kept()]
+    write_index(folder, write_files(folder, "model", made, file_bytes=1 << 16))
+    write_companions(folder, source, form.config())
     return folder
 
 
@@ -320,12 +320,11 @@ def test_a_plain_export_says_so_and_keeps_prediction_layers_dequantised(
         assert torch.equal(checkpoint.read(tensor), before.read(tensor)), tensor
 
 
-def test_a_config_without_prediction_tensors_announces_none(gpt_oss: Path) -> None:
-    form = ExportForm(HfCheckpoint(gpt_oss), "float32")
-    assert form.config({"num_nextn_predict_layers": 1, "torch_dtype": "bfloat16"}) == {
-        "num_nextn_predict_layers": 0,
-        "dtype": "float32",
-    }
+def test_a_config_without_prediction_tensors_announces_none(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1, "torch_dtype": "bfloat16"}))
+    form = ExportForm(HfCheckpoint(tmp_path), "float32")
+    assert form.config() == {"num_nextn_predict_layers": 0, "dtype": "float32"}
 
 
 def test_a_server_starts_from_a_folder_without_weights(deepseek: Path, tmp_path: Path) -> None:
@@ -345,6 +344,16 @@ def test_a_hybrid_starts_from_a_config_of_the_servers_dtype(tmp_path: Path) -> N
     served = folder_to_serve(hybrid, tmp_path, "bfloat16")
     assert not list(served.glob("*.safetensors*"))
     assert read_hf_config(served) == {**read_hf_config(hybrid), "dtype": "bfloat16"}
+
+
+def test_a_text_with_sections_of_positions_is_served_without_them(tmp_path: Path) -> None:
+    """SGLang has a table for them beside the weights, which would be in no push."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    sections = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    start = make_family("qwen3_5_moe", tmp_path / "start", rope_parameters={**rope, **sections})
+    hf = read_hf_config(folder_to_serve(start, tmp_path, "float32"))
+    assert hf["rope_parameters"] == rope
+    assert {**hf, "rope_parameters": {**rope, **sections}} == read_hf_config(start)
 
 
 def test_kimi_k2_is_a_deepseek_v3_for_libraries() -> None:
@@ -381,7 +390,7 @@ def test_prediction_layers_apart_from_the_layers_are_kept_too(tmp_path: Path) ->
     assert checkpoint.names == {"model.layers.0.mlp.gate.weight"}
     form = ExportForm(checkpoint, "float32")
     assert [name for name, _ in form.kept()] == ["mtp.layers.0.mlp.gate.weight"]
-    assert form.config(hf)["mtp_num_hidden_layers"] == 1
+    assert form.config()["mtp_num_hidden_layers"] == 1
     assert library_config(hf)["mtp_num_hidden_layers"] == 0
 
 

@@ -3,8 +3,8 @@
 Each config.json under `moe_trm/models/published` holds the published values that shapes depend on. Sources: the
 defaults of transformers' configuration classes (DeepSeek-V3 and V3.2, GLM-5, gpt-oss-120b, Mixtral), slime's
 `scripts/models` (Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight), transformers and the keys that SGLang reads
-(MiniMax-M2, Qwen3-Next, the text of Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card
-(gpt-oss-20b).
+(MiniMax-M2, Qwen3-Next), the release as others quote it (Qwen3.5), Megatron-Bridge's `docs/models/llm/olmoe.md`
+(OLMoE), OpenAI's model card (gpt-oss-20b).
 
 llama.cpp prints the sum of a file's tensors when it loads it (`model params`). Its files are made from the releases, so
 that sum is a count of theirs, with as many digits as no publisher prints.
@@ -18,6 +18,7 @@ from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+from moe_trm.models.hf_config import text_config
 from moe_trm.plan.parameters import Kind, model_of
 
 MODELS = Path(__file__).parents[3] / "moe_trm" / "models" / "published"
@@ -164,5 +165,4 @@ STATEMENTS = (
 
 
 def hf_config(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
-    return data
+    return text_config(json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,13 @@ def test_a_plan_needs_a_model_and_a_machine_alone(tmp_path: Path, capsys: pytest
     assert "learner.dtype=bfloat16" in capsys.readouterr().out
     assert main(["plan", "--hf-config", "kimi_k2", "--nodes", "1", "--json", str(out)]) == 1
     assert json.loads(out.read_text())["proposals"] == []
+
+
+def test_a_plan_says_that_it_counts_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hf-config", "qwen3_5_35b_a3b", "--nodes", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("These are counts of the text model alone.")
+    assert re.search(r"all +34\.66 B", printed)
 
 
 def test_ranks_exchange_more_beyond_a_node_and_step_on_the_host() -> None:

@@ -129,6 +129,9 @@ def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatc
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     with pytest.raises(CheckpointError, match="quantised"):
         backend.check(config(tmp_path, SIZES | {"quantization_config": fp8}))
+    images = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": SIZES}
+    with pytest.raises(CheckpointError, match="names of its text alone"):
+        backend.check(config(tmp_path, images))
 
 
 SERVED = {
