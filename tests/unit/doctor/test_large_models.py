@@ -22,9 +22,15 @@ LARGE = [
     ("qwen3_30b_a3b", "qwen3_30b_a3b", 8),
     ("qwen3_30b_a3b_4_nodes", "qwen3_30b_a3b", 24),
     ("glm_4_5_air", "glm_4_5_air", 32),
+    ("minimax_m2_4_nodes", "minimax_m2", 24),
 ]
 
-HYBRID = [("qwen3_next_80b_a3b", "qwen3_next_80b_a3b", 8), ("qwen3_next_80b_a3b_4_nodes", "qwen3_next_80b_a3b", 24)]
+HYBRID = [
+    ("qwen3_next_80b_a3b", "qwen3_next_80b_a3b", 8),
+    ("qwen3_next_80b_a3b_4_nodes", "qwen3_next_80b_a3b", 24),
+    ("qwen3_5_35b_a3b", "qwen3_5_35b_a3b", 8),
+    ("qwen3_5_35b_a3b_4_nodes", "qwen3_5_35b_a3b", 24),
+]
 INDEXER = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 RELEASES = {
     "Qwen3-Next-80B-A3B": (

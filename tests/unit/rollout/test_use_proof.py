@@ -13,7 +13,7 @@ import torch
 from moe_trm.learner.protocol import Scores
 from moe_trm.rollout.servers.backend import Array
 from moe_trm.rollout.servers.http import EngineHttp
-from moe_trm.rollout.servers.use_proof import BOUNDS, NUM_TOKENS, Bounds, ServerUnfit, UseProof, bounds_of, cause
+from moe_trm.rollout.servers.use_proof import BOUNDS, NUM_TOKENS, Bounds, ServerUnfit, UseProof, bounds_of, cause, gap
 from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.sync.manifest import ScoredText
@@ -122,6 +122,16 @@ def test_the_coarser_arithmetic_has_the_bounds() -> None:
     assert bounds_of("float32", "float32") == BOUNDS["float32"]
     assert bounds_of("bfloat16", "float32") == bounds_of("float16", "bfloat16") == BOUNDS["bfloat16"]
     assert cause(0.1, 0.1, BOUND) == "" != cause(0.11, None, BOUND)
+
+
+def test_single_tokens_that_move_by_nats_count_in_float32_alone() -> None:
+    """A token that takes another expert does so on a clean server in bfloat16: one such step ended a run."""
+    clean, flipped = np.zeros(124), np.zeros(124)
+    flipped[::10] = 2.5
+    assert gap([(clean, flipped)], median=BOUNDS["bfloat16"].median) == 0
+    assert gap([(clean, flipped)], median=BOUNDS["float32"].median) > BOUNDS["bfloat16"].learner
+    flipped[::3] = float("nan")
+    assert cause(gap([(clean, flipped)], median=True), None, BOUNDS["bfloat16"]), "no number is never clean"
 
 
 class Scorer(StandInLearner):
