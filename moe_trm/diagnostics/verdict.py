@@ -69,11 +69,13 @@ def verdict(
     causes cannot be known. The result is `unclear` if the mismatch was not measured at all. "Nothing needs to change"
     needs a healthy mismatch, and a gradient and rewards that were measured.
 
-    Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative.
+    Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative. The share of it that routes
+    make is that of the latest probe.
     """
     seen: Mapping[str, float] = history[-1] if history else {}
     if not measured(seen):
         return Verdict("unclear", "The mismatch was not measured, so nothing can be said.", {}, "")
+    seen = {**last_probe(history), **seen}
     for judge in CASES:
         found = judge(seen, settings)
         if found:
@@ -86,6 +88,12 @@ def verdict(
         or signal(seen, settings)
     )
     return router(seen, settings) or of_training or reward(history) or servers(history) or _calm(seen)
+
+
+def last_probe(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What the latest probe measured: most steps make none, and their advice should not differ from its."""
+    probed = (step for step in reversed(history) if "probe/native_k3_kl" in step)
+    return {name: value for name, value in next(probed, {}).items() if name.startswith("probe/")}
 
 
 def nothing_trains(history: Sequence[Mapping[str, float]], settings: Settings = MappingProxyType({})) -> Verdict | None:

@@ -42,6 +42,13 @@ def test_a_share_of_a_sample_is_told_with_its_error() -> None:
     assert "%" not in verdict([HEALTHY, HEALTHY | ROUTED | {"probe/token_fraction": 1.0}]).sentence
 
 
+def test_steps_between_probes_are_given_the_advice_of_the_last_one() -> None:
+    between = HEALTHY | {"engine/k3_kl": 0.07}
+    assert verdict([HEALTHY | ROUTED, between, between]).config == "replay.mode=R3"
+    rounding = HEALTHY | ROUTED | {"probe/replayed_k3_kl": 0.055}
+    assert "dtype" in verdict([HEALTHY | ROUTED, between, rounding, between]).config
+
+
 @pytest.mark.parametrize(
     ("changes", "case", "config"),
     [
