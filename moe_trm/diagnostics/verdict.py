@@ -69,8 +69,8 @@ def verdict(
     causes cannot be known. The result is `unclear` if the mismatch was not measured at all. "Nothing needs to change"
     needs a healthy mismatch, and a gradient and rewards that were measured.
 
-    Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative. The share of it that routes
-    make is that of the latest probe.
+    Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative. The share that routes have
+    in it is that of the latest probe.
     """
     seen: Mapping[str, float] = history[-1] if history else {}
     if not measured(seen):
