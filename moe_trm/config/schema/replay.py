@@ -42,6 +42,11 @@ class ReplayConfig(Section):
     engine ran out of cache and computed their routes again: `reject` them, or keep them and leave those tokens to the
     learner's own routers (`native`), counted as `replay/native_fraction`."""
 
+    @property
+    def stops_above(self) -> float:
+        """`max_local_flip_rate` where replayed routes train; else 1, as a probe that replays them only measures."""
+        return 1.0 if self.mode == "none" else self.max_local_flip_rate
+
 
 class ProbeConfig(Section):
     """Measurement of what routing alone contributes to the mismatch."""

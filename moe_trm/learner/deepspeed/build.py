@@ -68,7 +68,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     replayer = None
     if num_experts(hf):
         replayer = HFReplayer(
-            policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
+            policy.causal, max_local_flip_rate=config.replay.stops_above, missing=config.replay.missing
         )
     adapters.merge_in_passes()
     identity = None

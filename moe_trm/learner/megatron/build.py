@@ -93,7 +93,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     replayer = None
     if hf_config.moe_layers(hf):
         replayer = MegatronReplayer(
-            wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
+            wrapped, max_local_flip_rate=config.replay.stops_above, missing=config.replay.missing
         )
     adapters.merge_in_passes()
     return MegatronLearner(

@@ -218,6 +218,12 @@ def test_a_key_that_no_stranger_hears_needs_no_word(file: Path, overrides: list[
     assert load(file, overrides)
 
 
+def test_a_probe_stops_no_run_that_replays_nothing(file: Path) -> None:
+    """Its records do not train, and the setting is said to have no effect."""
+    bounds = {mode: load(file, [f"replay.mode={mode}"]).replay.stops_above for mode in ("none", "R2", "R3")}
+    assert bounds == {"none": 1.0, "R2": 0.3, "R3": 0.3}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
