@@ -83,6 +83,24 @@ SUITES: Mapping[str, Suite] = {
         compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
+    "losses": Suite(
+        "Held-out success of sampled answers, by loss and age of the samples",
+        late=31,
+        against={
+            "ppo_clip": ("gspo", "cispo", "minirl", "topr", "m2po"),
+            "ppo_clip_4": ("gspo_4", "cispo_4", "minirl_4", "topr_4", "m2po_4", "vcpo_4", "decoupled_4", "ppo_clip"),
+            **{f"{name}_4": (name,) for name in ("gspo", "cispo", "minirl", "topr", "m2po")},
+        },
+        compared=(SAMPLED, GREEDY, REWARD),
+        beside=(TOTAL_K3, GRAD_NORM),
+    ),
+    "top_p": Suite(
+        "Held-out success by whether the sampling mask is kept",
+        late=191,
+        against={"off": ()},
+        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        beside=(GRAD_NORM,),
+    ),
     "dose": Suite(
         "Held-out success, answered by the engine that rounds",
         late=12,

@@ -47,6 +47,14 @@ def test_a_refused_step_advances_neither_rate_nor_count_but_the_scale() -> None:
     assert (counted.steps, counted.lr) == (1, 0.75)
 
 
+def test_a_step_with_nothing_to_train_is_no_overflow() -> None:
+    counted = steps(LossScale(SETTINGS))
+    counted.finish(1.0, 1.0, applied=True)
+    before = counted.counters()
+    assert counted.finish(0.0, 1.0, applied=False).is_empty
+    assert counted.counters() == before
+
+
 def test_counters_come_back() -> None:
     counted = steps(LossScale(SETTINGS))
     for applied in (False, True):

@@ -32,3 +32,12 @@ def test_what_is_told_after_a_report_of_nothing_is_in_the_next_one() -> None:
     assert not gates.watches(0)
     gates.asks(1, torch.ones(2))  # nothing below can get a gradient
     assert gates.take().tolist() == [[0, 0], [0, 1]]
+
+
+def test_right_weights_at_other_experts_are_wrong() -> None:
+    gates = GateProof([0], 1, CPU)
+    formula = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]])
+    gates.compare(0, formula[:, [0, 2, 1]], formula, torch.tensor([True, True]))
+    assert gates.take().tolist() == [[2, 0]]
+    gates.compare(0, formula * 1.001, formula, torch.tensor([True, True]))
+    assert gates.take().tolist() == [[0, 0]], "rounding"

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from routing.flip_bound import fresh_fault, token_fault
+from routing.errors import MisalignedError
+from routing.flip_bound import FlipBoundError, fresh_fault, token_fault
+from routing.replay_pass import judge
 from routing.sample_flips import PassFlips, SampleFlips, total
 from routing.token_agreement import clean_share, judged_by_token, least_lost, of_samples
 
@@ -155,6 +157,31 @@ def test_rows_that_another_pass_judges_are_left_alone_and_fresh_ones_have_no_exc
     assert "weights that sampled them" in str(fresh_fault(flips_of(lost, "quickstart", at_sampling=True), 0.3))
     elsewhere = flips_of(unrelated("quickstart", rng), "quickstart", at_sampling=False)
     assert (len(elsewhere.keys), int(elsewhere.by_token.tokens.sum()), int(elsewhere.apart.sum())) == (0, 0, 0)
+
+
+def certain(flips: SampleFlips, shape: str) -> str:
+    """What `judge` is certain of, whether or not samples or layers are beyond their bounds as well; empty: nothing."""
+    due, flipped = flips.due.sum(0), flips.flipped.sum(0)
+    counters = torch.from_numpy(np.stack([due, due, due, flipped, 0 * due], axis=1))
+    try:
+        judge(counters, 0.3, flips, *SHAPES[shape][1:])
+    except FlipBoundError as beyond:
+        return str(beyond.certain or "")
+    except MisalignedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_is_judged_by_its_tokens_and_by_the_weights_that_sampled_it() -> None:
+    rng = np.random.default_rng(5)
+    lost = clean("OLMoE", 0.01, rng)
+    assert not certain(flips_of(lost, "OLMoE"), "OLMoE")
+    ends = lost.copy()
+    the_end(ends, unrelated("OLMoE", rng), rng)
+    assert "disagree at their end" in certain(flips_of(ends, "OLMoE"), "OLMoE")
+    other = np.maximum(lost, 1)
+    assert not certain(flips_of(other, "OLMoE"), "OLMoE"), "a router that has moved"
+    assert "weights that sampled them" in certain(flips_of(other, "OLMoE", at_sampling=True), "OLMoE")
 
 
 @pytest.mark.parametrize(("slots", "chance", "least"), [(8, 0.875, 6), (64, 0.875, 42), (1, 0.9, 2), (2, 0.5, 2)])
