@@ -28,7 +28,7 @@ from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SHAPE = TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
-SAMPLES = 6
+SAMPLES = 3
 UNREACHABLE = ("ConnectionError", "NewConnectionError", "Temporary failure", "timed out", "Name or service not known")
 
 
