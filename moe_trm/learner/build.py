@@ -15,6 +15,9 @@ def build_learner(config: Config) -> Learner:
         from moe_trm.learner.deepspeed.build import build_deepspeed_learner
 
         return build_deepspeed_learner(config)
+    from moe_trm.learner.megatron.cpu_shim import import_uncompiled
+
+    import_uncompiled()
     from moe_trm.learner.megatron.build import build_megatron_learner
 
     return build_megatron_learner(config)

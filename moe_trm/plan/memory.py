@@ -18,7 +18,7 @@ from moe_trm.models.registry import family_of
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
 from moe_trm.plan.merged import merged_bytes
-from moe_trm.plan.parameters import NO_ADAPTERS, Adapted, Model, Part
+from moe_trm.plan.parameters import NO_ADAPTERS, Adapted, Model, held
 from moe_trm.plan.speed import layers_of
 
 TILE_BYTES: Mapping[Kernels, int] = {"fused": 4 * 2**27, "plain": 4 * 2**21, "plain packed": 4 * 2**21}
@@ -77,33 +77,25 @@ class Load:
 
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of a rank of this pipeline stage: outside the experts, and of experts."""
-    last = parallel.pipeline - 1
-    parts = [part for layer in layers_of(parallel, len(model.layers))[stage] for part in model.layers[layer]]
-    if stage == 0:
-        parts.append(model.embedding)
+    last, shared = parallel.pipeline - 1, _shared(parallel)
+    ends = [model.embedding] if stage == 0 else []
     if stage == last:
         # A tied output layer is a copy of the embedding wherever the two are on different ranks.
-        parts += [model.final_norm, *([] if model.tied and last == 0 else [model.output])]
-    return _sums(parts, parallel)
+        ends += [model.final_norm, *([] if model.tied and last == 0 else [model.output])]
+    by_layer = model.held_by_layer(*shared)
+    own = [by_layer[layer] for layer in layers_of(parallel, len(model.layers))[stage]] + [held(ends, *shared)]
+    return sum(dense for dense, _ in own), sum(experts for _, experts in own)
 
 
 def rank_factors(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of adapters of a rank of this pipeline stage: outside the experts, and of experts."""
     layers = layers_of(parallel, len(model.layers))[stage]
-    return _sums([part for layer in layers for part in model.adapter(layer).factors], parallel)
+    return held((part for layer in layers for part in model.adapter(layer).factors), *_shared(parallel))
 
 
-def _sums(parts: Sequence[Part], parallel: ParallelConfig) -> tuple[int, int]:
-    dense, experts = (
-        sum(_held(part, parallel) for part in parts if (part.share == "expert") == of_experts)
-        for of_experts in (False, True)
-    )
-    return dense, experts
-
-
-def _held(part: Part, parallel: ParallelConfig) -> int:
-    sizes = {"whole": 1, "tensor": parallel.tensor, "expert": parallel.expert * parallel.expert_tensor}
-    return part.elements // sizes[part.share]
+def _shared(parallel: ParallelConfig) -> tuple[int, int]:
+    """Ranks that share a tensor, and ranks that share the experts."""
+    return parallel.tensor, parallel.expert * parallel.expert_tensor
 
 
 def megatron_memory(
@@ -138,7 +130,8 @@ def stage_memory(
     is_last = stage == parallel.pipeline - 1
     head = head_bytes(hf, learner, load, kernels) if is_last else 0.0
     kept = activations(hf, learner, layers, local, flight, load.rows, kernels, model.adapters)
-    merged = merged_bytes([model.adapter(layer) for layer in layers], learner, lambda part: _held(part, parallel))
+    shared = _shared(parallel)
+    merged = merged_bytes([model.adapter(layer) for layer in layers], learner, lambda part: part.held(*shared))
     work = layer_work(hf, learner, layers, local, load.rows, kernels, model.adapters) + merged.work
     sent = (virtual_stages(parallel) or 1) - is_last if parallel.pipeline > 1 else 0
     kept += sent * flight * size * local * int(hf["hidden_size"]) / parallel.tensor

@@ -5,9 +5,9 @@ Letters: H hidden size, E experts of a layer, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from moe_trm.errors import CheckpointError
@@ -38,6 +38,21 @@ class Part:
     share: Share
     elements: int
     active: int
+
+    def held(self, tensor: int, experts: int) -> int:
+        """Elements on one rank, where so many ranks share a tensor and so many the experts."""
+        return self.elements // {"whole": 1, "tensor": tensor, "expert": experts}[self.share]
+
+
+def held(parts: Iterable[Part], tensor: int, experts: int) -> tuple[int, int]:
+    """Elements of `parts` on one rank: outside the experts, and of experts."""
+    dense = mixed = 0
+    for part in parts:
+        if part.share == "expert":
+            mixed += part.held(tensor, experts)
+        else:
+            dense += part.held(tensor, experts)
+    return dense, mixed
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,8 @@ class Model:
     """The parts of every decoder layer and of both ends, and of all layers for predicting several tokens (MTP).
 
     MTP layers are apart: no learner here trains them. Only tensors that they do not share with the model are
-    counted. `adapters`: of every decoder layer; empty where the weights themselves train.
+    counted. `caching`: number of layers that keep keys and values, or latents, of every token. `adapters`: of every
+    decoder layer; empty where the weights themselves train.
     """
 
     layers: tuple[tuple[Part, ...], ...]
@@ -83,6 +99,7 @@ class Model:
     final_norm: Part
     tied: bool
     prediction: tuple[Part, ...]
+    caching: int
     adapters: tuple[Adapted, ...] = ()
 
     @property
@@ -98,6 +115,11 @@ class Model:
     def active(self, without: Iterable[Kind] = ()) -> int:
         """Parameters that one token meets. The embedding counts whole, as most publishers count."""
         return sum(active for kind, (_, active) in self.by_kind.items() if kind not in without)
+
+    @cached_property
+    def held_by_layer(self) -> Callable[[int, int], tuple[tuple[int, int], ...]]:
+        """`held` of every decoder layer, for ranks that share a tensor and ranks that share the experts."""
+        return cache(lambda tensor, experts: tuple(held(layer, tensor, experts) for layer in self.layers))
 
     def adapter(self, layer: int) -> Adapted:
         """Adapters of a decoder layer."""
@@ -164,6 +186,7 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
         final_norm=Part("norms", "whole", hidden, hidden),
         tied=bool(hf.get("tie_word_embeddings")),
         prediction=(joint, norms, *layers[-1]) * prediction,
+        caching=family.num_cached(hf),
     )
 
 

@@ -137,7 +137,7 @@ def training_operations(
         columns = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"])
     else:
         columns = 2 * int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
-    attention = 2 * family_of(hf, "config.json").num_cached(hf) * int(hf["num_attention_heads"]) * columns * context / 2
+    attention = 2 * model.caching * int(hf["num_attention_heads"]) * columns * context / 2
     forward = 2 * model.active(("embedding",)) + attention
     inside = 2 * sum(active for kind, (_, active) in model.by_kind.items() if kind in FEED_FORWARD)
     again = {"none": 0.0, "selective": inside, "full": forward}[learner.recompute]

@@ -3,9 +3,11 @@
 import gc
 from importlib import import_module
 
+from moe_trm.learner.megatron.cpu_shim import import_uncompiled
 from moe_trm.learner.megatron.notices import silence_known_notices
 
 silence_known_notices()
+import_uncompiled()
 for _name in (
     "launch.learner",
     "moe_trm.learner.megatron.build",

@@ -73,10 +73,10 @@ import json, sys
 before = set(sys.modules)
 import launch.learner, moe_trm.learner.megatron.build
 mine = {name for name in set(sys.modules) - before if name.split(".")[0] in ("torch", "megatron", "transformers")}
-print(json.dumps(sorted(mine)))
+print(json.dumps([sorted(mine), "torch._inductor.compile_fx" in sys.modules]))
 """
 
 
-def test_a_rank_has_nothing_heavy_left_to_import(tmp_path: Path) -> None:
+def test_a_rank_has_nothing_heavy_left_to_import_and_compiles_nothing(tmp_path: Path) -> None:
     (tmp_path / "imports.py").write_text(IMPORTS)
-    assert json.loads(fork_ranks([str(tmp_path / "imports.py")], 1).stdout) == []
+    assert json.loads(fork_ranks([str(tmp_path / "imports.py")], 1).stdout) == [[], False]

@@ -293,6 +293,7 @@ def test_a_second_signal_ends_the_run_at_once_and_leaves_a_report(folder: Path, 
     assert timeless(metrics_of(run)) == timeless(metrics_of(alone))
 
 
+@pytest.mark.slow
 def test_an_error_that_can_only_repeat_uses_up_no_restart(folder: Path) -> None:
     """The routes are made up: a bound on local flips that real ones keep stops the run, once."""
     job = start(folder, "refused", "train.max_restarts=3", "replay.max_local_flip_rate=0.05", ranks=1)

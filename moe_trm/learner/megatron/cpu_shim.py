@@ -44,6 +44,27 @@ def install() -> None:
     _install_literals()
 
 
+def import_uncompiled() -> None:
+    """Import Megatron-Core with its functions as they are written, where there is no CUDA; else do nothing.
+
+    It wraps some 40 functions in `torch.compile` when it is imported (jit.py:21, transformer/moe/router.py:532). That
+    imports Inductor, for seconds, which on a CPU needs a C++ compiler. Call it before anything imports Megatron-Core.
+    """
+    if torch.cuda.is_available():
+        return
+    compiling = torch.compile
+    torch.compile = _as_written  # type: ignore[assignment]
+    try:
+        for name in ("models.gpt.gpt_model", "optimizer", "transformer.multi_latent_attention"):
+            import_module(f"megatron.core.{name}")
+    finally:
+        torch.compile = compiling
+
+
+def _as_written(function: Callable[..., Any] | None = None, **_kwargs: Any) -> Any:
+    return _as_written if function is None else function
+
+
 def _current_device() -> torch.device:
     return _CPU
 

@@ -76,8 +76,14 @@ def started(folder: Path, rank: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=learner_environment(None))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("status", "code", "lives"), [(0, 0, 1), (5, 0, 2), (REFUSED, REFUSED, 1)])
+@pytest.mark.parametrize(
+    ("status", "code", "lives"),
+    [
+        pytest.param(0, 0, 1, marks=pytest.mark.slow),
+        pytest.param(5, 0, 2, marks=pytest.mark.slow),
+        (REFUSED, REFUSED, 1),
+    ],
+)
 def test_ranks_are_started_again_unless_they_refuse(tmp_path: Path, status: int, code: int, lives: int) -> None:
     said, _ = started(tmp_path, RANK, str(status)).communicate()
     assert said.splitlines()[-1] == str(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def work(model: str, config: Config) -> Work:
     return Work(hf_config(model), Assumptions(Efficiency(), log_normal(longest / 4, 0.8, longest, 512), 3.3, 4.0), "c")
 
 
+@cache
 def found(model: str, nodes: int, *settings: str, server_nodes: int | None = None) -> tuple[Config, Found]:
     config = load(WORKLOAD, settings)
     return config, search(config, work(model, config), Cluster(nodes, 8, gpu_of("h100"), 1), server_nodes)

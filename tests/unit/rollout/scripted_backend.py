@@ -1,29 +1,19 @@
-"""A third rollout engine with servers, whole in this file: its `ServerBackend`, and the server that it starts.
+"""A third rollout engine with servers: its `ServerBackend`, in this file. The server is `script_server.py` beside it.
 
-`rollout.engine=tests/unit/rollout/scripted_backend.py:ScriptedBackend` is all that names it. The server answers by a
-script, reads every pushed tensor and says what it read. `rollout.server.extra_args` tells it what to do wrong.
+`rollout.engine=tests/unit/rollout/scripted_backend.py:ScriptedBackend` is all that names it.
 """
 
 from __future__ import annotations
 
-import argparse
-import hmac
 import json
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 
 from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import Config
@@ -36,10 +26,7 @@ from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SampledTurn
-
-SCRIPT = ((5, 6), (7,), (5, 5, 6), (6, 7, 5, 4))
-"""The answers in turn; the request's stop token comes after each."""
-LOGPROB = -0.5
+from tests.unit.rollout.script_server import SCRIPT, digests
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,7 +52,7 @@ class ScriptedBackend(ServerBackend):
     @contextmanager
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         server = config.rollout.server
-        command = [sys.executable, str(Path(__file__).resolve()), "--port", str(port)]
+        command = [sys.executable, str(Path(__file__).resolve().with_name("script_server.py")), "--port", str(port)]
         yield Launch([*command, *server.extra_args], {**os.environ, API_KEY_VARIABLE: api_key})
 
     def request(self, question: Question) -> dict[str, object]:
@@ -137,120 +124,3 @@ class ScriptedClient(ServerClient):
             raise
         except EngineError as error:
             raise SyncError("the server did not load the push", where=push.directory, got=error.got) from error
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """By name: the digest of each tensor in the safetensors files of `folder`."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:start]).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                found[name] = xxhash.xxh3_128_hexdigest(data[start + first : start + last])
-    return found
-
-
-class ScriptedServer(ThreadingHTTPServer):
-    """The server process: answers by the script with the weights that it was given last."""
-
-    daemon_threads = True
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(("127.0.0.1", options.port), Handler)
-        self.options, self.key = options, os.environ[API_KEY_VARIABLE]
-        self.weights, self.answered, self.aborts = "none", 0, 0
-        self.decoding = "none"
-        self.paused = threading.Lock()
-
-    def say(self, asked: Any) -> dict[str, Any]:
-        """One answer; the server dies in the middle of the one that `--die-at` names, if there is no file `--died`."""
-        with self.paused:  # a push is under way: it waits for the new weights
-            weights, aborts, number = self.weights, self.aborts, self.answered
-            self.answered += 1
-        if number + 1 == self.options.die_at and not self.options.died.exists():
-            self.options.died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
-        tokens: list[int] = []
-        for token in islice(line, asked["most"]):
-            time.sleep(self.options.token_s)
-            if self.aborts != aborts:
-                break
-            tokens.append(token)
-        finish = "abort" if self.aborts != aborts else "stop" if tokens == [*line] else "length"
-        return {
-            "tokens": tokens,
-            "logprobs": [LOGPROB] * len(tokens),
-            "weights": weights,
-            "finish": finish,
-            "seen": len(asked["ids"]),
-        }
-
-    def score(self, asked: Any) -> dict[str, Any]:
-        """Log-probs of tokens, one nat less with each version of the weights that decoding or prefill reads."""
-        version = self.decoding if asked["decodes"] else self.weights
-        return {"logprobs": [LOGPROB - int(version.partition("-")[0])] * asked["count"]}
-
-    def load(self, asked: Any) -> dict[str, Any]:
-        """Read a push."""
-        with self.paused:
-            found, self.weights = digests(Path(asked["folder"])), str(asked["version"])
-        if not self.options.stale or self.decoding == "none":
-            self.decoding = self.weights
-        print(f"loaded {self.weights}: {len(found)} tensors", flush=True)
-        if self.options.misreads:
-            found[min(found)] = "damaged"
-        return {"digests": found, "weights": self.weights}
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Routes of the server. Everything but `/health` needs the key."""
-
-    server: ScriptedServer
-
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._reply(200, {})
-        elif self._may():
-            self._reply(200, {"weights": self.server.weights, "engine": "script"})
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self._may():
-            return
-        if self.path == "/abort":
-            self.server.aborts += 1
-        own = self.server
-        routes = {"/say": own.say, "/load": own.load, "/score": own.score, "/abort": lambda _: {}}
-        self._reply(200, routes[self.path](asked))
-
-    def _may(self) -> bool:
-        told = self.headers.get("Authorization", "")
-        if hmac.compare_digest(told.encode(), f"Bearer {self.server.key}".encode()):
-            return True
-        self._reply(401, {"error": "wrong key"})
-        return False
-
-    def _reply(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        """No line for every answer."""
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--die-at", type=int, default=0)
-    parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
-    parser.add_argument("--token-s", type=float, default=0.0)
-    parser.add_argument("--misreads", action="store_true")
-    parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")
-    print("a life begins", flush=True)
-    ScriptedServer(parser.parse_args()).serve_forever()

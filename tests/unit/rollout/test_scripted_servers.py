@@ -1,6 +1,6 @@
-"""An engine with servers that one file brings along: started, asked, pushed to, killed and restarted by the harness.
+"""An engine with servers that a file brings along: started, asked, pushed to, killed and restarted by the harness.
 
-Nothing outside `scripted_backend.py` knows of it. The servers are real processes.
+Nothing outside `scripted_backend.py` and its server knows of it. The servers are real processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import ScoredText, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from tests.unit.rollout.scripted_backend import LOGPROB, SCRIPT
+from tests.unit.rollout.script_server import LOGPROB, SCRIPT
 from tests.unit.rollout.test_sglang_engine import HF
 
 SCRIPTED = f"{Path(__file__).with_name('scripted_backend.py')}:ScriptedBackend"
