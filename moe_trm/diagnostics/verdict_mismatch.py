@@ -89,8 +89,9 @@ def before_a_fall(history: Sequence[Seen], found: Verdict) -> Verdict:
     if found.case != "precision" or len(tails) < TAIL_STEPS or share <= TAIL_BEFORE_A_FALL:
         return found
     said = (
-        f"{found.sentence} In the mean of {TAIL_STEPS} steps {share:.1%} of the tokens have a ratio between the engines "
-        f"above 2 or below 1/2: beyond {TAIL_BEFORE_A_FALL:.0%}, rewards of a tiny model fell some 40 steps later."
+        f"{found.sentence} In the mean of {TAIL_STEPS} steps {share:.1%} of the tokens have a ratio between the "
+        f"engines above 2 or below 1/2: beyond {TAIL_BEFORE_A_FALL:.0%}, rewards of a tiny model fell some 40 steps "
+        "later."
     )
     return replace(found, sentence=said, evidence={**found.evidence, **pick(history[-1], *parts)})
 
