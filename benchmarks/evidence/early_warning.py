@@ -91,9 +91,12 @@ class Steps:
         return np.asarray(sign * smooth[FIRST - SMOOTHED :])
 
     def moments(self, name: str, ahead: int) -> Moments | None:
-        """The figure at each moment that counts, and whether the run turns within so many steps."""
+        """The figure at each moment that counts, and whether the run turns within so many steps.
+
+        None: the run did not measure it, or is shorter than the first moment.
+        """
         values = self.figure(name)
-        if values is None:
+        if values is None or not len(values):
             return None
         steps, turned = np.arange(FIRST, FIRST + len(values)), self.turned
         last = steps[-1]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from moe_trm.diagnostics.remedies import Remedy, Settings, first
-from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, costly, escalation, measured
+from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, before_a_fall, costly, escalation, measured
 from moe_trm.diagnostics.verdict_training import clipping, gradient, length, reward, router, servers, signal
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
 from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
@@ -79,7 +79,7 @@ def verdict(
     for judge in CASES:
         found = judge(seen, settings)
         if found:
-            return found
+            return before_a_fall(history, found)
     of_training = (
         costly(history, settings)
         or clipping(history, settings)
