@@ -1,6 +1,6 @@
 """The server of `scripted_backend.py`: it answers by a script, reads every pushed tensor and says what it read.
 
-`rollout.server.extra_args` tells it what to do wrong. It imports little, so that it starts at once.
+`rollout.server.extra_args` tells it what to do wrong. It imports nothing of ours, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-
-from moe_trm.rollout.credentials import API_KEY_VARIABLE
 
 SCRIPT = ((5, 6), (7,), (5, 5, 6), (6, 7, 5, 4))
 """The answers in turn; the request's stop token comes after each."""
@@ -46,7 +44,7 @@ class ScriptedServer(ThreadingHTTPServer):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(("127.0.0.1", options.port), Handler)
-        self.options, self.key = options, os.environ[API_KEY_VARIABLE]
+        self.options, self.key = options, os.environ[options.key_in]
         self.weights, self.answered, self.aborts = "none", 0, 0
         self.decoding = "none"
         self.paused = threading.Lock()
@@ -134,6 +132,7 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--key-in", required=True, help="the environment variable that has the key")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
     parser.add_argument("--token-s", type=float, default=0.0)

@@ -52,7 +52,8 @@ class ScriptedBackend(ServerBackend):
     @contextmanager
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         server = config.rollout.server
-        command = [sys.executable, str(Path(__file__).resolve().with_name("script_server.py")), "--port", str(port)]
+        program = str(Path(__file__).resolve().with_name("script_server.py"))
+        command = [sys.executable, program, "--port", str(port), "--key-in", API_KEY_VARIABLE]
         yield Launch([*command, *server.extra_args], {**os.environ, API_KEY_VARIABLE: api_key})
 
     def request(self, question: Question) -> dict[str, object]:
