@@ -111,7 +111,8 @@ def test_the_first_update_of_a_synchronous_step_is_bitwise_the_behaviour_pass(li
 
 def test_replayed_routes_are_the_rollouts_and_flip_locally_only_a_little(live: Path) -> None:
     for row in metrics_of(live)[1:]:
-        assert 0 < row["routing/local_flip_rate"] < 0.2
+        # Some 1,400 token-layers in bfloat16 flip ten times, or never.
+        assert 0 <= row["routing/local_flip_rate"] < 0.2
         assert row["probe/replayed_k3_kl"] == pytest.approx(row["engine/k3_kl"], rel=0.5)
 
 
@@ -157,7 +158,7 @@ def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config:
     assert not {"replay/applied_fraction", "routing/local_flip_rate"} & {*first, *second}
     assert "probe/applied_fraction" not in first
     assert second["probe/applied_fraction"] == 1.0
-    assert 0 < second["probe/local_flip_rate"] < 0.2
+    assert 0 <= second["probe/local_flip_rate"] < 0.2
 
 
 def test_kl_in_the_reward_entropy_epochs_and_a_token_budget(live: Path, folder: Path, config: Path) -> None:
