@@ -35,6 +35,7 @@ def test_moments_end_at_the_turn_and_where_the_future_is_not_known() -> None:
     assert calm is not None
     # What the steps after the 80th would bring is not known: it has 100.
     assert (len(calm[1]), int(calm[1].sum())) == (61, 0)
+    assert steps("short-seed0", (1.0,) * 15, (0.1,) * 15).moments("k3", 20) is None, "it has no moment yet"
 
 
 def test_figures_warn_in_the_direction_that_was_fixed() -> None:

@@ -134,6 +134,28 @@ def test_single_tokens_that_move_by_nats_count_in_float32_alone() -> None:
     assert cause(gap([(clean, flipped)], median=True), None, BOUNDS["bfloat16"]), "no number is never clean"
 
 
+class Flips(Weights):
+    """Two tokens of each prefill take other experts: the first of the text, and the last of the answer."""
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        scored = await super().prefilled(http, token_ids)
+        scored[[0, -1]] += 2.5
+        return scored
+
+
+def test_a_proof_judges_by_the_statistic_of_its_bounds() -> None:
+    texts = [ScoredText((1, 2, 3, 2, 3), (-1.0, -2.0, -1.0, -2.0))]
+    for bounds, clean in ((Bounds(0.1, 0.1), True), (Bounds(0.1, 0.1, median=False), False)):
+        proof = UseProof(Flips(), bounds)
+        proof.begin(texts)
+        if clean:
+            asyncio.run(proof.prove(URL, None))
+        else:
+            with pytest.raises(ServerUnfit, match="prefill reads wrong weights, and decoding reads others"):
+                asyncio.run(proof.prove(URL, None))
+        assert (proof.decode_gap == proof.learner_gap == 0) == clean
+
+
 class Scorer(StandInLearner):
     """Scores every token as minus its id, and keeps what it was asked."""
 
