@@ -15,12 +15,13 @@ from tests.integration.learner_support.tiny import load_reference, make_checkpoi
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective, squares
 
 LIMIT = 0.1
-MEGATRON, WHOLE = "backend=megatron:expert=2", "backend=megatron:expert=1"
+UNREPLAYED = ":mode=none:flips=0.2"
+MEGATRON, WHOLE = f"backend=megatron:expert=2{UNREPLAYED}", "backend=megatron:expert=1:flips=0.2"
 TENSOR = "backend=megatron:tensor=2:expert=2"
 """Both ranks hold the norms and the routers, and sum their gradients."""
 ZERO_1, ZERO_2, OFFLOAD = (
-    "backend=deepspeed:stage=1",
-    "backend=deepspeed:stage=2",
+    f"backend=deepspeed:stage=1{UNREPLAYED}",
+    "backend=deepspeed:stage=2:flips=0.2",
     "backend=deepspeed:stage=2:offload=1",
 )
 RUNS = (MEGATRON, WHOLE, TENSOR, ZERO_1, ZERO_2, OFFLOAD)
@@ -106,3 +107,9 @@ def test_learners_agree(finished: Ranks) -> None:
     found = [finished.saved(run, "facts") for run in RUNS]
     for name in ("cosine.2", "norm.2", "norm.4"):
         assert [float(facts[name]) for facts in found] == pytest.approx([float(found[0][name])] * len(RUNS), rel=1e-4)
+
+
+@pytest.mark.parametrize("run", [MEGATRON, WHOLE, ZERO_1, ZERO_2])
+def test_a_learner_without_replay_has_no_bound_on_flips(finished: Ranks, run: str) -> None:
+    """Its probes measure; a stop would be for routes that do not train."""
+    assert finished.saved(run, "facts")["stops_above"] == pytest.approx(1.0 if UNREPLAYED in run else 0.2)

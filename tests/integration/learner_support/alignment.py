@@ -23,9 +23,9 @@ LIMIT = 0.1
 
 def align(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """Norm and cosine of each update; the weights after the third, which alone moved them."""
-    facts: dict[str, Any] = {}
     limit = float(options.get("limit", LIMIT))
     learner = build(checkpoint, options, lr=0.0, alignment_limit=limit)
+    facts: dict[str, Any] = {"stops_above": learner._replayer.max_local_flip_rate}  # type: ignore[attr-defined]
     batches, _, _ = work(learner)
     native = [Native()] * len(batches)
     learner.export_shard(str(out / "before"), Rounding("float32"))

@@ -43,7 +43,10 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
         Config.model_validate(
             {
                 "model": {"checkpoint": checkpoint},
-                "replay": {"max_local_flip_rate": float(options.get("flips", 1.0))},
+                "replay": {
+                    "mode": options.get("mode", "auto"),
+                    "max_local_flip_rate": float(options.get("flips", 1.0)),
+                },
                 "rollout": {"temperature": TEMPERATURE},
                 "batch": {"layout": options.get("layout", "padded")},
                 "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
