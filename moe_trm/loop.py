@@ -61,7 +61,7 @@ def train(
     settings = flatten(config.dump()) | {"pipeline.max_staleness": config.pipeline.staleness_limit}
     judge = Judge(config.rollout.rounds_weights, settings)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
-    reference, average = Reference(config, learner), ProximalAverage.of(config)
+    reference, average = Reference(config, learner), ProximalAverage.of(config.pipeline)
     anchors = Anchors(
         config,
         mode,
@@ -75,7 +75,7 @@ def train(
     best = Best(config.eval, config.task, config.rollout, folder_of(config.checkpoint, run_dir))
     steps, done = config.train.steps, checkpoints.first_step
     cadence = Cadence(config.pipeline.push_every, done, steps)
-    pushed, arrivals = done, Arrivals(config, rollouts, phases)
+    pushed, arrivals = done, Arrivals(config.parts, rollouts, phases)
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
         judge.restore(saved["judge"])

@@ -44,7 +44,7 @@ class StepPlanner:
     def __init__(self, config: Config) -> None:
         self._config, self._whole_groups = config, compares_groups(config.loss, config.rollout, config.agent)
         self._packed = config.batch.layout == "packed"
-        self.parts = config.learner.minibatches if config.pipeline.stream else 1
+        self.parts = config.parts
 
     def samples_of(self, groups: Sequence[Group], step: int) -> list[RolloutRecord]:
         """The accepted samples of new groups; with `task.shuffle_rewards` each has the reward of another."""

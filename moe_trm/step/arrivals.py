@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from moe_trm.config.schema import Config
 from moe_trm.observe.phases import Phases
 from moe_trm.types import TrainBatch
 
@@ -23,10 +22,10 @@ class Source(Protocol):
 
 
 class Arrivals:
-    """Parts of each step, by `pipeline.stream` and `learner.minibatches`. Waiting for samples is timed as `wait`."""
+    """The `parts` of each step, from `source`. Waiting for samples is timed as `wait`."""
 
-    def __init__(self, config: Config, source: Source, phases: Phases) -> None:
-        self._parts = config.learner.minibatches if config.pipeline.stream else 1
+    def __init__(self, parts: int, source: Source, phases: Phases) -> None:
+        self._parts = parts
         self._source, self._phases = source, phases
 
     def of(self, step: int, layer_ids: tuple[int, ...], *, whole: bool) -> Iterator[TrainBatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import PipelineConfig
 from moe_trm.learner.protocol import Learner
 
 NAME = "proximal"
@@ -25,9 +25,8 @@ class ProximalAverage:
         self._decay, self._total = decay, 0.0
 
     @classmethod
-    def of(cls, config: Config) -> ProximalAverage | None:
+    def of(cls, pipeline: PipelineConfig) -> ProximalAverage | None:
         """That of a run; None where the anchor is the learner at the start of a step."""
-        pipeline = config.pipeline
         return cls(pipeline.proximal_decay) if pipeline.proximal == "average" else None
 
     def absorb(self, learner: Learner) -> None:

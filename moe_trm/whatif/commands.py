@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         name = f"whatif-{Path(sweep.rule).name.replace(':', '.')}.{sweep.threshold}.svg"
         drawn = args.picture or (args.recording if args.recording.is_dir() else args.recording.parent) / name
         drawn.write_text(picture(sweep, swept), encoding="utf-8")
-        print(f"\n{bars(sweep, swept)}\n\n{sweep.telling(recording.config)}; picture: {drawn}")
+        print(f"\n{bars(sweep, swept)}\n\n{sweep.telling(recording.config.correction)}; picture: {drawn}")
     if args.json:
         document = {
             "recording": recording.source,
@@ -127,7 +127,7 @@ def candidates(
         if correction.preset is not None and PRESETS[correction.preset].bypass:
             correction = _without_preset(config.correction, rules=config.correction.rules)
         found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
-    return found + (sweep.candidates(config) if sweep is not None else [])
+    return found + (sweep.candidates(config.correction, config.loss) if sweep is not None else [])
 
 
 def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 80, *, sga: bool = False) -> str:

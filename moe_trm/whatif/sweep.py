@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_trm import corrections
-from moe_trm.config.schema import Config, CorrectionConfig, RuleConfig
+from moe_trm.config.schema import CorrectionConfig, LossConfig, RuleConfig
 from moe_trm.errors import ConfigError
 from moe_trm.report.scale import short
 from moe_trm.whatif.judge import Candidate
@@ -31,13 +31,13 @@ class Sweep:
     def key(self) -> str:
         return f"{self.rule}.{self.threshold}"
 
-    def candidates(self, config: Config) -> list[Candidate]:
+    def candidates(self, correction: CorrectionConfig, loss: LossConfig) -> list[Candidate]:
         """One candidate for each value.
 
         Where the recorded configuration lists the rule, its other thresholds and the other rules stay; else the rule
         stands alone. Raises `ConfigError` where it is listed more than once.
         """
-        listed = [rule for rule in config.correction.rules if rule.name == self.rule]
+        listed = [rule for rule in correction.rules if rule.name == self.rule]
         if len(listed) > 1:
             raise ConfigError(
                 "the recorded configuration lists this rule more than once",
@@ -47,21 +47,21 @@ class Sweep:
                 fix="Give each value with --rules.",
             )
         return [
-            Candidate(f"{self.threshold}={short(value)}", self._correction(config, listed, value), config.loss)
+            Candidate(f"{self.threshold}={short(value)}", self._changed(correction, listed, value), loss)
             for value in self.values
         ]
 
-    def _correction(self, config: Config, listed: Sequence[RuleConfig], value: float) -> CorrectionConfig:
+    def _changed(self, correction: CorrectionConfig, listed: Sequence[RuleConfig], value: float) -> CorrectionConfig:
         # A threshold that is set is not calibrated.
         thresholds = {**(listed[0].thresholds if listed else {}), self.threshold: value}
         changed = RuleConfig(name=self.rule, thresholds=thresholds)
-        rules = tuple(changed if rule.name == self.rule else rule for rule in config.correction.rules)
-        preset = config.correction.preset if listed else None
-        return config.correction.model_copy(update={"preset": preset, "rules": rules if listed else (changed,)})
+        rules = tuple(changed if rule.name == self.rule else rule for rule in correction.rules)
+        preset = correction.preset if listed else None
+        return correction.model_copy(update={"preset": preset, "rules": rules if listed else (changed,)})
 
-    def telling(self, config: Config) -> str:
+    def telling(self, correction: CorrectionConfig) -> str:
         """The other settings of the candidates, in words."""
-        listed = any(rule.name == self.rule for rule in config.correction.rules)
+        listed = any(rule.name == self.rule for rule in correction.rules)
         return "with everything else as recorded" if listed else f"{self.rule} alone, with the recorded loss"
 
 

@@ -160,6 +160,11 @@ class Config(Section):
         reads = ADVANTAGES[self.advantage.name].reads_support or self.advantage.zero_variance_scale > 0
         return self.rollout.truncates or exact or reads
 
+    @property
+    def parts(self) -> int:
+        """Parts that a step's samples come in: its minibatches with `pipeline.stream`, else one."""
+        return self.learner.minibatches if self.pipeline.stream else 1
+
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as plain data, without secrets."""
         data = self.model_dump(mode="json")

@@ -88,7 +88,7 @@ def test_a_recorded_rule_keeps_what_is_beside_it_and_is_calibrated_no_more() -> 
         update={"correction": config.correction.model_copy(update={"rules": config.correction.rules * 2})}
     )
     with pytest.raises(ConfigError, match="more than once"):
-        parse_sweep("icepop.high=2:8:3").candidates(twice)
+        parse_sweep("icepop.high=2:8:3").candidates(twice.correction, twice.loss)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
