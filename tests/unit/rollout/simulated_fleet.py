@@ -42,8 +42,11 @@ class Faults:
 class SimulatedFleet(FakeEngine):
     """Servers that drain before they load, at once or in turn. A sample whose server dies begins anew elsewhere.
 
-    Attributes:
+    Args:
         lengths: tokens of a sample, by its number.
+        interrupt: servers load at once, and what runs goes on under the new weights.
+
+    Attributes:
         side_by_side: the most versions that were served at the same time.
         answers: what was given, by sample.
     """
@@ -53,6 +56,7 @@ class SimulatedFleet(FakeEngine):
         servers: int,
         *,
         rolling: bool = False,
+        interrupt: bool = False,
         push_s: float = 0.0,
         faults: Faults | None = None,
         lengths: Callable[[int], int] = lambda sample_id: 1 + sample_id % 5,
@@ -60,7 +64,12 @@ class SimulatedFleet(FakeEngine):
     ) -> None:
         super().__init__()
         self._places, self._rolling, self._push_s = [Place() for _ in range(servers)], rolling, push_s
-        self._faults, self._lengths, self._chance = faults, lengths, chance or random.Random(0)
+        self._interrupt, self._faults, self._lengths, self._chance = (
+            interrupt,
+            faults,
+            lengths,
+            chance or random.Random(0),
+        )
         self._changed = asyncio.Condition()
         self.side_by_side = 1
         self.answers: dict[int, RolloutRecord | RecordRejected] = {}
@@ -68,29 +77,35 @@ class SimulatedFleet(FakeEngine):
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         num_sampled = self._lengths(sample_id)
         pace = 1.0 if self._faults is None else self._chance.uniform(0.01, self._faults.slowest_s)
-        while (version := await self._attempt(num_sampled, pace)) is None:
+        while (versions := await self._attempt(num_sampled, pace)) is None:
             await asyncio.sleep(0.5)
         if self._faults is not None and self._chance.random() < self._faults.refused:
             refusal = RecordRejected("route_rows", "cut short")
             self.answers[sample_id] = refusal
             raise refusal
-        record = make_record(sample_id=sample_id, group_id=group_id, num_sampled=num_sampled, version=version)
-        answer = replace(record, prompt_id=prompt.prompt_id, reward=None)
+        record = make_record(sample_id=sample_id, group_id=group_id, num_sampled=num_sampled)
+        answer = replace(record, prompt_id=prompt.prompt_id, versions=np.array(versions, np.int32), reward=None)
         self.answers[sample_id] = answer
         return answer
 
-    async def _attempt(self, num_sampled: int, pace: float) -> int | None:
-        """The version that sampled; None when the server died."""
+    async def _attempt(self, num_sampled: int, pace: float) -> list[int] | None:
+        """The version that sampled each token; None when the server died."""
         async with self._changed:
             await self._changed.wait_for(lambda: any(not place.updating for place in self._places))
             place = min((each for each in self._places if not each.updating), key=lambda each: each.running)
             place.running += 1
-        version, dies = place.version, self._faults is not None and self._chance.random() < self._faults.dies
-        await asyncio.sleep(pace * num_sampled * (self._chance.random() if dies else 1.0))
+        begun, dies = place.version, self._faults is not None and self._chance.random() < self._faults.dies
+        versions = []
+        if dies or not self._interrupt:
+            await asyncio.sleep(pace * num_sampled * (self._chance.random() if dies else 1.0))
+            versions = [begun] * num_sampled
+        while len(versions) < num_sampled:
+            await asyncio.sleep(pace)
+            versions.append(place.version)
         async with self._changed:
             place.running -= 1
             self._changed.notify_all()
-        return None if dies else version
+        return None if dies else versions
 
     async def load_weights(self, push: WeightPush) -> None:
         if not self._rolling:
@@ -103,7 +118,7 @@ class SimulatedFleet(FakeEngine):
     async def _load(self, place: Place, version: int) -> None:
         async with self._changed:
             place.updating = True
-            await self._changed.wait_for(lambda: not place.running)
+            await self._changed.wait_for(lambda: self._interrupt or not place.running)
         await asyncio.sleep(self._push_s)
         async with self._changed:
             place.version, place.updating = version, False

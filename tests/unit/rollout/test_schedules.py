@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,11 +65,17 @@ def content_of(batch: TrainBatch) -> Any:
     return rows, batch.compared, {name: value for name, value in batch.metrics.items() if not name.startswith(timed)}
 
 
+def balanced(batch: TrainBatch) -> None:
+    """Every sample that was asked for is in one place of the books."""
+    assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pipeline=pipelines(),
     servers=st.integers(1, 3),
+    interrupt=st.booleans(),
     dies=st.sampled_from([0.0, 0.3]),
     refused=st.sampled_from([0.0, 0.1]),
     slowest_s=st.sampled_from([0.05, 1.0, 20.0]),
@@ -80,6 +87,7 @@ def test_bounds_hold_and_books_balance_whatever_goes_wrong(
     seed: int,
     pipeline: dict[str, Any],
     servers: int,
+    interrupt: bool,
     dies: float,
     refused: float,
     slowest_s: float,
@@ -92,6 +100,7 @@ def test_bounds_hold_and_books_balance_whatever_goes_wrong(
     engine = SimulatedFleet(
         servers,
         rolling=chosen.pipeline.rolling_push,
+        interrupt=(interrupts := interrupt and not chosen.pipeline.rolling_push),
         push_s=0.2,
         faults=Faults(dies, refused, slowest_s),
         chance=random.Random(seed),
@@ -108,11 +117,15 @@ def test_bounds_hold_and_books_balance_whatever_goes_wrong(
         last_new = max([last_new, *new])
         for record in records(batch):
             uses[record.sample_id] += 1
-            assert len(set(record.versions.tolist())) == 1, "a sample ends under the weights that began it"
-            assert int(record.versions[0]) % every == 0, "only what was pushed samples"
-        assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
+            if not interrupts:
+                assert len(set(record.versions.tolist())) == 1, "a sample ends under the weights that began it"
+            assert not (record.versions % every).any(), "only what was pushed samples"
+        shares = [batch.metrics[f"rollout/age_share/{age}"] for age in range(bound + 1)]
+        assert sum(shares) == pytest.approx(1)
+        balanced(batch)
         assert batch.metrics["ledger/trained"] == len(uses)
         assert batch.metrics.get("ledger/reused", 0) == uses.total() - len(uses)
+    assert bound or trained.steps[-1].metrics["rollout/stale_tokens"] == 0
     assert max(uses.values()) <= (chosen.pipeline.max_uses if chosen.pipeline.reuse_groups else 1)
 
 
@@ -135,7 +148,14 @@ def test_a_recording_repeats_whenever_its_answers_come_and_wherever_it_is_resume
         return run(train(chosen, engine, [0.3 * number] * STEPS, stop_after=stop_after))
 
     assert content(first) == content(again(1)) == content(again(7))
-    assert content(again(1, stop_after), stop_after + 1) == content(first, stop_after + 1)
+    resumed = again(1, stop_after)
+    assert content(resumed, stop_after + 1) == content(first, stop_after + 1)
+    balanced(resumed.steps[-1])
+
+
+def test_one_step_trains_what_the_version_before_sampled() -> None:
+    trained = run(train(config({"mode": "one_step"}), SimulatedFleet(1), [1.0] * STEPS))
+    assert [batch.versions for batch in trained.steps] == [(0,), *((version,) for version in range(STEPS - 1))]
 
 
 def test_parts_of_a_step_are_its_groups_in_the_order_of_issue() -> None:
