@@ -1,10 +1,12 @@
-"""A small stand-in named `sglang` on the path of what the supervisor starts."""
+"""A fleet without its pauses; a small stand-in named `sglang` on the path of what the supervisor starts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+from moe_trm.rollout.servers import fleet
 
 FAKE_SERVER = '''
 """Serves /health after a while; a child and the server itself ignore SIGTERM when told to.
@@ -51,6 +53,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
 http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
 '''
+
+
+@pytest.fixture
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that looks, asks and repeats at once."""
+    for name, seconds in (("FIRST_PAUSE_S", 0.02), ("LONGEST_PAUSE_S", 0.05), ("WATCH_S", 0.05), ("SILENCE_S", 0.1)):
+        monkeypatch.setattr(fleet, name, seconds)
+    for name in ("DOOR_S", "HEALTH_S"):
+        monkeypatch.setattr(fleet, name, 0.2)
 
 
 @pytest.fixture

@@ -10,18 +10,11 @@ from typing import Any
 import pytest
 
 from moe_trm.errors import EngineLost, SyncError
-from moe_trm.rollout.servers import fleet as fleet_module
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.remote import MEMORY_TAGS, RemoteServer
 from tests.unit.rollout.test_fleet import FakeServer, in_loop, running
 
-
-@pytest.fixture(autouse=True)
-def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S", "WATCH_S"):
-        monkeypatch.setattr(fleet_module, name, 0.05)
-    for name in ("DOOR_S", "HEALTH_S"):
-        monkeypatch.setattr(fleet_module, name, 0.2)
+pytestmark = pytest.mark.usefixtures("in_a_hurry")
 
 
 @asynccontextmanager

@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost
-from moe_trm.rollout.servers import fleet as fleet_module
 from moe_trm.rollout.servers import router as router_module
 from moe_trm.rollout.servers.fleet import Fleet
 from moe_trm.rollout.servers.http import EngineHttp
@@ -88,11 +87,7 @@ class FakeRouter(LocalApp):
 
 
 @pytest.fixture(autouse=True)
-def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("FIRST_PAUSE_S", 0.02), ("LONGEST_PAUSE_S", 0.05), ("WATCH_S", 0.05), ("SILENCE_S", 0.1)):
-        monkeypatch.setattr(fleet_module, name, seconds)
-    for name in ("DOOR_S", "HEALTH_S"):
-        monkeypatch.setattr(fleet_module, name, 0.2)
+def router_in_a_hurry(in_a_hurry: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "POLL_S", 0.01)
     monkeypatch.setattr(router_module, "ORDER_S", 0.3)
     monkeypatch.setattr(router_module, "ANSWER_S", 0.2)
@@ -167,23 +162,6 @@ async def test_a_server_that_nobody_named_is_taken_off_before_the_first_sample()
         await asyncio.sleep(0.1)  # the fleet looks again every WATCH_S
         assert await answers(behind, 8) <= {b"a 2", b"b 2"}
         assert "remove http://127.0.0.1:9" in behind.router.orders
-
-
-@in_loop
-async def test_a_server_that_misses_a_push_gets_no_sample_until_it_has_it() -> None:
-    async with behind_a_router() as behind:
-        behind.fakes[0].free.clear()
-        await behind.push()
-        asked = behind.fakes[0].asked
-        assert await answers(behind, 6) == {b"b 3"}
-        assert behind.router.ready == {behind.fakes[1].url}
-        behind.fakes[0].free.set()
-        while len(behind.router.ready) < 2:
-            await behind.fleet.ask({})
-            await asyncio.sleep(0.02)
-        assert await answers(behind, 6) == {b"a 3", b"b 3"}
-        assert behind.fakes[0].asked > asked
-        assert behind.fleet.metrics()["rollout/recoveries"] == 1
 
 
 @in_loop

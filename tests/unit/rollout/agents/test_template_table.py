@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
-
 from moe_trm.rollout.agents.messages import plain
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from tests.unit.rollout.agents.situations import FAMILIES, SITUATIONS, WORDS
@@ -59,24 +57,6 @@ def test_gpt_oss_keeps_its_thoughts_until_the_final_answer() -> None:
     assert "an answer<|end|>" in made.text
     for leaf in talk.tree.leaves():
         check_record(leaf)
-
-
-def test_an_answer_without_a_thought_that_a_limit_cut_is_closed() -> None:
-    talk = Talk("harmony", random.Random(2), edits=0.0)
-    talk.history.append({"role": "user", "content": "1 + 1?"})
-    talk.answer("<|channel|>final<|message|>half an ans", ends=False)
-    talk.history.append({"role": "user", "content": "go on"})
-    made = talk.context()
-    assert not made.cut
-    assert talk.tokens.decode_all(made.added).startswith("<|end|><|start|>user<|message|>go on<|end|>")
-
-
-@pytest.mark.parametrize(
-    ("name", "closing"),
-    [("chatml", "<|im_end|>\n"), ("glm", ""), ("deepseek", "<eos>"), ("mixtral", "<eos>"), ("eager", "<eos>")],
-)
-def test_the_closing_of_an_answer_is_what_stands_there_at_the_end_and_in_between(name: str, closing: str) -> None:
-    assert ChatTemplate(tokens_of(name)).closing(TemplateOptions()) == closing
 
 
 def test_two_ways_to_end_an_answer_are_no_closing() -> None:

@@ -65,33 +65,6 @@ def test_trained_ids_are_sampled_ids_in_any_conversation(
     assert len(talk.tree.nodes) == len(talk.contexts)
 
 
-@pytest.mark.parametrize(
-    ("name", "thinks", "continued", "cut"),
-    [
-        ("chatml", 0.0, 3, 0),
-        ("glm", 0.0, 3, 0),
-        ("deepseek", 0.0, 3, 0),
-        ("mixtral", 0.0, 3, 0),
-        ("eager", 0.0, 3, 0),
-        ("chatml", 1.0, 0, 3),
-        ("thinking", 1.0, 0, 3),
-        ("rewriting", 0.0, 0, 3),
-    ],
-)
-def test_each_shape_of_template_continues_or_is_cut_with_a_count(
-    name: str, thinks: float, continued: int, cut: int
-) -> None:
-    """Four answers to four messages of the user, each history returned as it was."""
-    talk = Talk(name, random.Random(0), edits=0.0, thinks=thinks)
-    for number in range(4):
-        talk.history.append({"role": "user", "content": f"question {number}"})
-        talk.answer(("<think> so </think>\n\n" if thinks else "") + f"an answer\n\nof mine {number}", ends=True)
-    assert (talk.tree.counts["continued"], talk.tree.counts["cut"]) == (continued, cut)
-    assert len(talk.tree.leaves()) == 1 + cut
-    for leaf in talk.tree.leaves():
-        check_record(leaf)
-
-
 def test_thinking_stays_while_tools_work_for_one_question_and_is_cut_after_it() -> None:
     talk = Talk("chatml", random.Random(3), edits=0.0)
     call = '<think>\nadd them\n</think>\n\nI add. <tool_call>\n{"name": "add",  "arguments": {"a": 1}}\n</tool_call>'
@@ -141,18 +114,19 @@ def test_reasoning_that_the_client_does_not_send_back_is_still_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "closed"),
+    ("name", "channel", "closed"),
     [
-        ("chatml", "<|im_end|>\n<|im_start|>user\ngo on"),
-        ("glm", "<|user|>\ngo on"),
-        ("deepseek", "<eos><|User|>go on"),
-        ("eager", "<eos>user: go on"),
+        ("chatml", "", "<|im_end|>\n<|im_start|>user\ngo on"),
+        ("glm", "", "<|user|>\ngo on"),
+        ("deepseek", "", "<eos><|User|>go on"),
+        ("eager", "", "<eos>user: go on"),
+        ("harmony", "<|channel|>final<|message|>", "<|end|><|start|>user<|message|>go on<|end|>"),
     ],
 )
-def test_a_cut_answer_is_closed_by_the_template(name: str, closed: str) -> None:
+def test_a_cut_answer_is_closed_by_the_template(name: str, channel: str, closed: str) -> None:
     talk = Talk(name, random.Random(0), edits=0.0)
     talk.history.append({"role": "user", "content": "q"})
-    talk.answer("half an ans", ends=False)
+    talk.answer(f"{channel}half an ans", ends=False)
     talk.history.append({"role": "user", "content": "go on"})
     made = talk.context()
     assert not made.cut
