@@ -23,7 +23,7 @@ from zmq.sugar.socket import Socket
 from benchmarks.peak import peak_bytes
 from launch.job import free_port
 from moe_trm.config.schema import Config
-from moe_trm.errors import BundleError, ControllerError, RecordRejected
+from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.rollout import service as service_module
 from moe_trm.rollout.client import RolloutClient
@@ -178,20 +178,6 @@ def test_a_bundle_with_names_that_climb_writes_and_reads_nothing_elsewhere(tmp_p
     assert record.prompt_id == "../../climbed"
     assert [path.name for path in tmp_path.iterdir()] == ["inside"]
     assert [path.name for path in inside.iterdir()] == ["step-000001.safetensors"]
-
-
-def test_a_thousand_damaged_bundles_are_refused(tmp_path: Path) -> None:
-    rng = random.Random(2)
-    BundleWriter(str(tmp_path)).write(1, [make_record(sample_id=i) for i in range(2)])
-    path = tmp_path / "step-000001.safetensors"
-    good = path.read_bytes()
-    for _ in range(ROUNDS):
-        data = bytearray(good)
-        place = rng.randrange(len(data))
-        data[place] ^= 1 << rng.randrange(8)
-        path.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
-        with pytest.raises(BundleError):
-            BundleReader(str(tmp_path)).read(1)
 
 
 @pytest.fixture(scope="module")

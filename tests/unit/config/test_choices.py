@@ -111,11 +111,6 @@ def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFi
     assert reasons[1] in said
 
 
-def test_a_configured_mode_is_kept() -> None:
-    run = config(replay={"mode": "R2"}, learner={"minibatches": 8}, sampling_mask={"mode": "keep"})
-    assert settle(run) == (run, ())
-
-
 def test_loading_gives_the_value_and_keeps_the_reason(file: Path, tmp_path: Path) -> None:
     resolved = resolve(file)
     assert resolved.config.replay.mode == load(file).replay.mode == "R2"

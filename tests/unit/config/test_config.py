@@ -390,8 +390,3 @@ def test_a_loss_scale_without_float16_is_idle(file: Path) -> None:
     assert not any("loss_scale" in line for line in warnings(load(file, [scaled, "learner.dtype=float16"])))
     with pytest.raises(InvalidConfigError, match="power of two"):
         load(file, ["learner.loss_scale.initial=1000"])
-
-
-def test_a_typo_a_wrong_value_and_a_contradiction_are_told_at_once(file: Path) -> None:
-    found = problems(file, "rollout.temprature=1", "optimizer.lr=fast", "pipeline.mode=async", "rollout.colocate=true")
-    assert set(found) == {"rollout.temprature", "optimizer.lr", "rollout.colocate"}

@@ -12,29 +12,20 @@ from moe_trm.step.recipe import recipe
 _REPOSITORY = Path(__file__).parents[3]
 _CONFIGS = sorted((_REPOSITORY / "configs").rglob("*.yaml"))
 _EXAMPLES = sorted((_REPOSITORY / "examples").glob("*/config.yaml"))
+_NAMED = {**{path.stem: path for path in _CONFIGS}, **{path.parent.name: path for path in _EXAMPLES}}
 
 
-@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configuration(path: Path) -> None:
-    resolved = resolve(path)
+@pytest.mark.parametrize("name", _NAMED)
+def test_shipped_configuration(name: str) -> None:
+    """Its corrections and its loss exist and take these parameters, too."""
+    resolved = resolve(_NAMED[name])
     assert resolved.warnings == ()
-    assert resolved.config.name == path.stem
-
-
-@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
-def test_shipped_corrections_and_losses_exist_and_take_these_parameters(path: Path) -> None:
-    recipe(resolve(path).config)
-
-
-@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.parent.name)
-def test_the_configuration_of_an_example(path: Path) -> None:
-    resolved = resolve(path)
-    assert resolved.warnings == ()
-    assert resolved.config.name == path.parent.name
+    assert resolved.config.name == name
     recipe(resolved.config)
 
 
 def test_there_are_configurations() -> None:
+    assert len(_NAMED) == len(_CONFIGS) + len(_EXAMPLES)
     assert {"quickstart", "gsm8k", "jsonl"} <= {path.stem for path in _CONFIGS}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from moe_trm.config import resolve
 from moe_trm.config.schema import Config
 from moe_trm.doctor.examine import without_weights
-from moe_trm.learner.megatron.layout import check_layout
-from moe_trm.models.hf_config import read_hf_config
 from tests.published_models import published_config
 
 ROOT = Path(__file__).parents[3]
@@ -61,12 +58,6 @@ def config_of(name: str, model: str, tmp_path: Path, *overrides: str) -> Config:
     """A shipped configuration, its checkpoint a folder that has config.json alone."""
     shutil.copy(ROOT / "moe_trm" / "models" / "published" / f"{model}.json", tmp_path / "config.json")
     return resolve(ROOT / "configs" / f"{name}.yaml", [f"model.checkpoint={tmp_path}", *overrides]).config
-
-
-@pytest.mark.parametrize(("name", "model", "ranks"), LARGE)
-def test_the_layout_fits_the_model(name: str, model: str, ranks: int, tmp_path: Path) -> None:
-    config = config_of(name, model, tmp_path)
-    check_layout(config, version("megatron-core"), read_hf_config(tmp_path), world_size=ranks)
 
 
 @pytest.mark.parametrize(("name", "model", "ranks"), [*LARGE, *HYBRID])

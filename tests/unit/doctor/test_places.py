@@ -19,13 +19,17 @@ from launch.job import run_job
 from moe_trm.config.schema import Config
 from moe_trm.doctor.places import LONGEST_SOCKET, check_folders, check_server
 from moe_trm.doctor.preflight import check_launch
-from moe_trm.errors import ConfigError, EngineError, SeveralRefusals
+from moe_trm.errors import ConfigError, SeveralRefusals
 from moe_trm.runtime.private import Scratch
 from tests.unit.sections import sections_of
 
 
 def config(folder: Path, **sections: Any) -> Config:
     return Config.model_validate({"model": {"checkpoint": str(folder / "none")}, "run_dir": str(folder), **sections})
+
+
+def folders_of(chosen: Config) -> list[Any]:
+    return sections_of(chosen, "checkpoint", "record", "sync", "name", "run_dir")
 
 
 def test_checkpoint_prompts_and_run_dir_are_missed_in_one_message(tmp_path: Path) -> None:
@@ -68,21 +72,12 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, key: str, secti
     file.touch()
     named = json.loads(json.dumps(sections).replace("FILE", str(file)))
     with pytest.raises(ConfigError, match=rf"config key {key}"):
-        check_folders(*sections_of(config(tmp_path, **named), "checkpoint", "record", "sync", "name", "run_dir"))
+        check_folders(*folders_of(config(tmp_path, **named)))
     assert sorted(tmp_path.iterdir()) == [file]
 
 
 def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:
-    check_folders(
-        *sections_of(
-            config(tmp_path / "a" / "b", checkpoint={"dir": str(tmp_path / "c")}),
-            "checkpoint",
-            "record",
-            "sync",
-            "name",
-            "run_dir",
-        )
-    )
+    check_folders(*folders_of(config(tmp_path / "a" / "b", checkpoint={"dir": str(tmp_path / "c")})))
     assert not list(tmp_path.iterdir())
 
 
@@ -94,10 +89,9 @@ def test_a_folder_for_temporary_files_is_short_enough_for_sockets(
     long = folder / ("x" * (num_bytes - len(str(folder)) - 1))
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    sections = sections_of(config(tmp_path), "checkpoint", "record", "sync", "name", "run_dir")
     refusal = pytest.raises(ConfigError, match="at most 78 bytes") if refused else nullcontext()
     with refusal:
-        check_folders(*sections)
+        check_folders(*folders_of(config(tmp_path)))
     server: Socket[bytes]
     with Scratch(long) as scratch, Context.instance().socket(SocketType.PAIR) as server:
         made = pytest.raises(ZMQError) if refused else nullcontext()
@@ -112,11 +106,3 @@ def test_a_device_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.server\.device"):
         check_server(config(Path("x"), rollout={"server": {"device": "cuda", "port": 0}}).rollout)
     check_server(config(Path("x"), rollout={"server": {"port": 0}}).rollout)
-
-
-def test_a_port_in_use_is_told() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(EngineError, match="not available"):
-            check_server(config(Path("x"), rollout={"server": {"port": taken.getsockname()[1]}}).rollout)

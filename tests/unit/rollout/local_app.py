@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
@@ -26,3 +27,15 @@ class LocalApp:
 
     async def stop(self) -> None:
         await self.runner.cleanup()
+
+
+@asynccontextmanager
+async def listening(*routes: web.RouteDef, port: int = 0) -> AsyncIterator[str]:
+    """The address of an app that answers with `routes` inside."""
+    app = LocalApp()
+    app.routes = lambda: routes  # type: ignore[method-assign]
+    await app.start(port)
+    try:
+        yield app.url
+    finally:
+        await app.stop()

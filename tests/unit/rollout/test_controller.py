@@ -51,7 +51,8 @@ def test_rejected_records_are_counted_and_the_rest_trains() -> None:
 def test_a_step_without_a_record_says_why_the_first_was_rejected() -> None:
     with pytest.raises(ControllerError, match="no record of this step was accepted") as caught:
         plan(FakeEngine(reject=frozenset(range(10_000))))
-    assert "payload cut short" in str(caught.value)
+    for told in ("payload cut short", "route_rows"):
+        assert told in str(caught.value)
 
 
 def test_a_reward_that_raises_rejects_its_record_only() -> None:
@@ -60,20 +61,6 @@ def test_a_reward_that_raises_rejects_its_record_only() -> None:
     assert with_bad_token, "the fixture should contain a token the reward refuses"
     assert shares[0].metrics["records/rejected/reward_error"] == len(with_bad_token)
     assert not set(with_bad_token) & {row.record.sample_id for row in rows_of(shares)}
-
-
-def test_advantages_compare_the_samples_of_one_prompt() -> None:
-    shares, uneven = plan(FakeEngine()), 0
-    rows, found = rows_of(shares), of_step(shares, CONFIG)
-    for group in {row.record.group_id for row in rows}:
-        own = [row.record for row in rows if row.record.group_id == group]
-        values = [float(found[record.row_id][0]) for record in own]
-        assert abs(sum(values)) < 1e-6
-        rewards = [record.reward or 0.0 for record in own]
-        if max(rewards) > min(rewards):
-            assert [value > 0 for value in values] == [reward == max(rewards) for reward in rewards]
-            uneven += 1
-    assert uneven
 
 
 @pytest.mark.parametrize("lone", [None, "reward", "zero"])
@@ -111,13 +98,6 @@ def advantage(**settings: str | None) -> AdvantageConfig:
     return AdvantageConfig.model_validate(settings)
 
 
-def test_the_same_step_is_planned_the_same_way_twice() -> None:
-    first, second = (
-        [[row.record.sample_id for row in rows_of([share])] for share in plan(FakeEngine())] for _ in range(2)
-    )
-    assert first == second
-
-
 def test_shuffled_rewards_keep_their_values_but_not_their_owners() -> None:
     config = CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"shuffle_rewards": True})})
     plain, shuffled = plan(FakeEngine()), plan(FakeEngine(), config)
@@ -126,23 +106,6 @@ def test_shuffled_rewards_keep_their_values_but_not_their_owners() -> None:
     ]
     assert sorted(rewards[0].values()) == sorted(rewards[1].values())
     assert rewards[0] != rewards[1]
-
-
-def test_a_step_without_any_record_stops_the_run_with_the_reasons() -> None:
-    with pytest.raises(ControllerError, match="route_rows"):
-        plan(FakeEngine(reject=frozenset(range(1000))))
-
-
-def test_records_of_another_version_are_dropped_by_age() -> None:
-    async def go() -> None:
-        engine = FakeEngine()
-        controller = controller_with(engine)
-        await controller.load_weights(WeightPush(3, "", ()))
-        engine.version = 2
-        await controller.plan(4, data_size=1)
-
-    with pytest.raises(ControllerError, match="no record"):
-        asyncio.run(go())
 
 
 def test_evaluation_counts_unfinished_answers_as_wrong() -> None:

@@ -16,6 +16,7 @@ from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.rollout.server_engine import Seeds, ServerEngine
 from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.types import Prompt, SamplingParams
+from tests.unit.rollout.local_app import listening
 from tests.unit.rollout.test_sglang_engine import HF
 from tests.unit.sections import sections_of
 
@@ -24,6 +25,10 @@ def config(tmp_path: Path, *, url: str | None = None, min_p: float = 0.0, **serv
     (tmp_path / "config.json").write_text(json.dumps(HF))
     rollout = {"url": url, "min_p": min_p, "server": server}
     return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": rollout})
+
+
+def refused(chosen: Config) -> list[Any]:
+    return [*refusals(*sections_of(chosen, "rollout", "sync", "learner", "batch"))]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -35,15 +40,9 @@ def test_a_float32_head_is_an_option_of_the_server_on_every_device(tmp_path: Pat
 
 def test_a_float32_head_of_a_float32_server_changes_nothing(tmp_path: Path) -> None:
     def said(dtype: str) -> list[str]:
-        return [
-            text
-            for text in surprises(
-                *sections_of(
-                    config(tmp_path, dtype=dtype, fp32_head=True), "learner", "rollout", "replay", "probe", "correction"
-                )
-            )
-            if "fp32_head" in text
-        ]
+        chosen = config(tmp_path, dtype=dtype, fp32_head=True)
+        told = surprises(*sections_of(chosen, "learner", "rollout", "replay", "probe", "correction"))
+        return [text for text in told if "fp32_head" in text]
 
     assert not said("bfloat16")
     assert len(said("float32")) == 1
@@ -52,31 +51,15 @@ def test_a_float32_head_of_a_float32_server_changes_nothing(tmp_path: Path) -> N
 def test_deterministic_sampling_is_refused_on_a_cpu_with_its_own_reason(tmp_path: Path) -> None:
     option = "--enable-deterministic-inference"
     assert option in launch_command(config(tmp_path, device="cuda", deterministic=True), tmp_path, 7, "k.yaml")
-    [problem] = refusals(
-        *sections_of(config(tmp_path, device="cpu", deterministic=True), "rollout", "sync", "learner", "batch")
-    )
+    [problem] = refused(config(tmp_path, device="cpu", deterministic=True))
     assert (problem.key, "need CUDA" in problem.what) == ("rollout.server.deterministic", True)
     with pytest.raises(ConfigError, match="need CUDA"):
         launch_command(config(tmp_path, device="cpu", deterministic=True), tmp_path, 7, "k.yaml")
-    assert not [
-        *refusals(
-            *sections_of(
-                config(tmp_path, device="cpu", deterministic=True, url="http://127.0.0.1:9"),
-                "rollout",
-                "sync",
-                "learner",
-                "batch",
-            )
-        )
-    ]
+    assert not refused(config(tmp_path, device="cpu", deterministic=True, url="http://127.0.0.1:9"))
 
 
 def test_deterministic_sampling_and_a_bound_on_the_probability_are_refused(tmp_path: Path) -> None:
-    [problem] = refusals(
-        *sections_of(
-            config(tmp_path, device="cuda", deterministic=True, min_p=0.1), "rollout", "sync", "learner", "batch"
-        )
-    )
+    [problem] = refused(config(tmp_path, device="cuda", deterministic=True, min_p=0.1))
     assert problem.key == "rollout.min_p"
 
 
@@ -101,24 +84,15 @@ def test_samples_of_one_prompt_are_asked_for_with_different_seeds(tmp_path: Path
             found.append((await request.json())["sampling_params"])
             return web.json_response({})
 
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
-        chosen = config(tmp_path, url=f"http://127.0.0.1:{port}", deterministic=deterministic)
-        engine = ServerEngine(chosen, None)
-        try:
-            for number in order:
-                with pytest.raises(RecordRejected):
-                    await engine.generate(
-                        Prompt("p", (1, 2)), SamplingParams(max_new_tokens=4), sample_id=number, group_id=0
-                    )
-        finally:
-            await engine.close()
-            await runner.cleanup()
+        params = SamplingParams(max_new_tokens=4)
+        async with listening(web.post("/generate", generate)) as url:
+            engine = ServerEngine(config(tmp_path, url=url, deterministic=deterministic), None)
+            try:
+                for number in order:
+                    with pytest.raises(RecordRejected):
+                        await engine.generate(Prompt("p", (1, 2)), params, sample_id=number, group_id=0)
+            finally:
+                await engine.close()
         return {number: one.get("sampling_seed") for number, one in zip(order, found, strict=True)}
 
     first, second = (asyncio.run(asked(order)) for order in ([0, 1, 2], [2, 0, 1]))

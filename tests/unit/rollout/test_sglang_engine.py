@@ -23,7 +23,7 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SamplingParams
-from tests.unit.rollout.local_app import LocalApp
+from tests.unit.rollout.local_app import LocalApp, listening
 
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -46,19 +46,11 @@ def ask(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], attempt
     """The answer to one POST from a server that runs `handler`."""
 
     async def run() -> Any:
-        app = web.Application()
-        app.router.add_post("/x", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        try:
-            async with EngineHttp(f"http://127.0.0.1:{port}", "k", timeout_s=0.5, max_attempts=attempts) as http:
-                return await http.post("/x", {})
-        finally:
-            await runner.cleanup()
+        async with (
+            listening(web.post("/x", handler)) as url,
+            EngineHttp(url, "k", timeout_s=0.5, max_attempts=attempts) as http,
+        ):
+            return await http.post("/x", {})
 
     return asyncio.run(run())
 
@@ -90,19 +82,15 @@ def test_a_server_that_takes_no_connection_yet_is_waited_for(tmp_path: Path) -> 
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         rollout = {"url": f"http://127.0.0.1:{port}", "max_attempts": 1, "timeout_s": 30.0, "server": {"wait_s": 60.0}}
-        engine, app = ServerEngine(config(tmp_path, rollout=rollout), None), web.Application()
-        app.router.add_get("/{name}", health)
-        runner = web.AppRunner(app)
+        engine = ServerEngine(config(tmp_path, rollout=rollout), None)
         starting = asyncio.create_task(engine.start())
         try:
             await asyncio.sleep(0.2)
             assert not starting.done()
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", port).start()
-            await starting
+            async with listening(web.get("/{name}", health), port=port):
+                await starting
         finally:
             await engine.close()
-            await runner.cleanup()
 
     with pytest.raises(EngineError, match="architecture"):
         asyncio.run(run())
@@ -203,21 +191,15 @@ def probed_through(handed_on: set[str], tmp_path: Path) -> None:
         return web.json_response({"output_ids": [1], "meta_info": meta})
 
     async def run() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
         engine = ServerEngine(config(tmp_path, replay={"mode": "R3"}, sampling_mask={"mode": "keep"}), "k")
         try:
-            async with EngineHttp(f"http://127.0.0.1:{port}", "k", timeout_s=5.0, max_attempts=1) as http:
+            async with (
+                listening(web.post("/generate", answer)) as url,
+                EngineHttp(url, "k", timeout_s=5.0, max_attempts=1) as http,
+            ):
                 await engine._client.check_router(http)
         finally:
             await engine.close()
-            await runner.cleanup()
 
     asyncio.run(run())
 

@@ -226,11 +226,6 @@ def test_the_entropy_bonus_pulls_every_sampled_token_alike() -> None:
     assert not any(gradient.any() for gradient in measured["entropy_gradients"].values())
 
 
-def test_m2po_rejects_by_the_whole_minibatch() -> None:
-    got = outcome(config(**WHOLE["m2po"]), ranks=2, micro_batch_rows=1)
-    assert 0 < got["metrics"]["correction/m2po/kept_fraction"] < 1
-
-
 def test_normalised_weights_have_mean_one() -> None:
     got = outcome(config(**WHOLE["normalised by token"]), ranks=2, micro_batch_rows=2)
     assert got["metrics"]["correction/weight_mean"] == pytest.approx(1.0, rel=1e-6)
@@ -253,10 +248,8 @@ def test_every_preset_works_by_name(name: str) -> None:
     got = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
     for rule, _ in corrections.presets[name].rules:
         assert f"correction/{rule}/kept_fraction" in got["metrics"]
-    reads_total = corrections.presets[name].bypass
     again = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
     assert again["metrics"] == got["metrics"]
-    assert reads_total == name.startswith("bypass_")
 
 
 @pytest.mark.parametrize("name", losses.names())

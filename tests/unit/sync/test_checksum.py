@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
 from moe_trm.rollout.sglang import broadcast
-from moe_trm.rollout.sglang.api import check_can_verify, check_label, check_weights
+from moe_trm.rollout.sglang.api import check_can_verify, check_weights
 from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.sync.disk import finish_push, write_buckets, write_shard
@@ -123,11 +123,6 @@ def test_every_single_changed_value_changes_its_checksum() -> None:
         with pytest.raises(SyncError) as caught:
             compare(checksums(TENSORS), checksums({**TENSORS, name: changed}), "here")
         assert caught.value.got == f"1 differ: {engine_place(name)[0]}"
-
-
-def test_absent_and_unknown_tensors_are_named() -> None:
-    with pytest.raises(SyncError, match="1 not in the engine: a; 1 never pushed: b"):
-        compare({"a": "0"}, {"b": "0"}, "here")
 
 
 @pytest.mark.parametrize(
@@ -376,11 +371,7 @@ def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: 
     asyncio.run(load_folder(FakeEngine(wrong, "1"), made, None))
 
 
-def test_checks_say_what_is_wrong() -> None:
-    with pytest.raises(SyncError, match="another version"):
-        asyncio.run(check_label(FakeEngine(TENSORS, "2"), "1"))
-    with pytest.raises(SyncError, match="differ"):
-        asyncio.run(check_weights(FakeEngine(TENSORS, "2"), dict.fromkeys(expected(), "0" * 16)))
+def test_servers_that_cannot_be_verified_are_refused() -> None:
     assert check_can_verify({"tp_size": 1, "device": "cpu"}) == "cpu"
     assert check_can_verify({"tp_size": 1, "device": "cuda"}) == "cuda"
     with pytest.raises(SyncError, match="tensor parallel size 2"):

@@ -87,9 +87,13 @@ def config(**rollout: object) -> Config:
     )
 
 
+def pushed_of(chosen: Config) -> Rounding:
+    return rounding_of(*sections_of(chosen, "rollout", "train", "seed"))
+
+
 def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
-    assert rounding_of(*sections_of(config(norm_noise_stages=3), "rollout", "train", "seed")).noises == (NOISE,)
-    assert rounding_of(*sections_of(config(norm_noise=0.0), "rollout", "train", "seed")).noises == ()
+    assert pushed_of(config(norm_noise_stages=3)).noises == (NOISE,)
+    assert pushed_of(config(norm_noise=0.0)).noises == ()
     learner = config().learner.model_copy(update={"round_like_rollout": True})
     assert computes_in(
         *sections_of(config().model_copy(update={"learner": learner}), "learner", "rollout", "train", "seed")
@@ -99,25 +103,15 @@ def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
 
 
 def test_it_is_told_that_the_rollout_is_a_policy_of_its_own() -> None:
-    said = "\n".join(surprises(*sections_of(config(), "learner", "rollout", "replay", "probe", "correction")))
+    def told(chosen: Config) -> list[str]:
+        sections = sections_of(chosen, "learner", "rollout", "replay", "probe", "correction")
+        return [text for text in surprises(*sections) if "noise" in text]
+
+    said = "\n".join(told(config()))
     assert "a behaviour policy of its own" in said
     assert "without a correction" in said
-    assert not [
-        text
-        for text in surprises(
-            *sections_of(config(norm_noise=0.0), "learner", "rollout", "replay", "probe", "correction")
-        )
-        if "noise" in text
-    ]
-    [idle] = [
-        text
-        for text in surprises(
-            *sections_of(
-                config(norm_noise=0.0, norm_noise_stages=3), "learner", "rollout", "replay", "probe", "correction"
-            )
-        )
-        if "noise" in text
-    ]
+    assert not told(config(norm_noise=0.0))
+    [idle] = told(config(norm_noise=0.0, norm_noise_stages=3))
     assert "rollout.norm_noise_stages has no effect" in idle
 
 
@@ -163,10 +157,8 @@ def test_noise_reaches_the_router_of_every_family_and_nothing_else(family: str) 
 
 def test_a_run_with_noisy_routers_says_loudly_that_it_is_an_experiment() -> None:
     noisy = config(norm_noise=0.0, fake_router_noise=0.5, fake_router_noise_each_push=True)
-    assert rounding_of(*sections_of(noisy, "rollout", "train", "seed")) == Rounding(
-        "bfloat16", noises=(RouterNoise(0.5, each_push=True, seed=7),)
-    )
-    both = rounding_of(*sections_of(config(fake_router_noise=0.5, norm_noise_stages=3), "rollout", "train", "seed"))
+    assert pushed_of(noisy) == Rounding("bfloat16", noises=(RouterNoise(0.5, each_push=True, seed=7),))
+    both = pushed_of(config(fake_router_noise=0.5, norm_noise_stages=3))
     assert both.noises == (NOISE, RouterNoise(0.5, each_push=False, seed=7))
     said = "\n".join(warnings(noisy))
     assert "AN EXPERIMENT, NOT A TRAINING RUN: rollout.fake_router_noise=0.5" in said
