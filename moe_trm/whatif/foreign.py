@@ -153,8 +153,12 @@ def _verl(path: Path, data: Mapping[str, Any]) -> Dump:
 
 def _row(path: Path, number: int, sample: Mapping[str, Any], reward: Any, *, sample_id: int) -> ForeignRow:
     learner = torch.as_tensor(sample["log_probs"], dtype=torch.float32).flatten()
-    mask = torch.as_tensor(_or(sample.get("loss_masks"), torch.ones(len(learner)))).flatten().bool()
     rollout = torch.as_tensor(sample["rollout_log_probs"], dtype=torch.float32).flatten()
+    if sample.get("loss_masks") is None:
+        raise _lacking(
+            path, f"sample {number} has no loss mask", "Dump what training reads: it has one of every sample."
+        )
+    mask = torch.as_tensor(sample["loss_masks"]).flatten().bool()
     if sample.get("advantages") is None:
         raise _lacking(path, f"sample {number} has no advantages", "Dump after advantages were computed.")
     advantages = torch.as_tensor(sample["advantages"], dtype=torch.float32).flatten()

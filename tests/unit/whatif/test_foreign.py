@@ -109,12 +109,14 @@ def test_files_of_a_step_are_joined_and_repeated_samples_count_once(tmp_path: Pa
         (slime, {"log_probs": None}, "--save-debug-train-data"),
         (slime, {"rollout_log_probs": None}, "no rollout_log_probs"),
         (slime, {"advantages": None}, "no advantages"),
+        (slime, {"loss_masks": None}, "no loss mask"),
+        (miles, {"loss_masks": None}, "no loss mask"),
         (slime, {"advantages": torch.zeros(9)}, r"columns of"),
         (
             slime,
             {
                 "log_probs": torch.full((3,), torch.nan),
-                "loss_masks": None,
+                "loss_masks": torch.ones(3),
                 "rollout_log_probs": torch.zeros(3),
                 "advantages": torch.zeros(3),
             },
