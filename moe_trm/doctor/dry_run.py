@@ -125,9 +125,13 @@ async def _reward(task: Task, prompt: Prompt) -> None:
 
 
 async def _rollout(config: Config, task: Task, prompt: Prompt) -> None:
-    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
-    make = agent_sampler if config.rollout.agent is not None else function_sampler
-    sampler: AgentSampler | FunctionSampler = make(config, _Answering(task, prompt), task, params, keep_changed=True)
+    params = sampling_params(config.rollout, config.keeps_masks, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    engine = _Answering(task, prompt)
+    sampler: AgentSampler | FunctionSampler
+    if config.rollout.agent is not None:
+        sampler = agent_sampler(config.agent, config.rollout, engine, task, params, keep_changed=True)
+    else:
+        sampler = function_sampler(config.rollout, engine, task, params, keep_changed=True)
     try:
         await sampler.start()
         await sampler.answer(prompt, params)

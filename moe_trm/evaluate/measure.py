@@ -106,7 +106,7 @@ async def _evaluate(
     config: Config, weights: Path, by: str, scratch: Path, dtype: str, api_key: str | None
 ) -> Evaluation:
     task = build_task(config.task, config.model.checkpoint, config.seed)
-    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    params = sampling_params(config.rollout, config.keeps_masks, task.tokens.vocab_size, task.tokens.stop_token_ids)
     engine: RolloutEngine = (
         OwnPolicy(dtype, config.seed, task.tokens.max_positions) if by == LEARNER else build_engine(config, api_key)
     )

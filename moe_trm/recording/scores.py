@@ -40,7 +40,8 @@ class ScoredBatch(RowFields):
         mask: bool, tokens that were scored.
         rollout_logprobs, current_logprobs, advantages: float32.
         turn_ids, versions: integers.
-        sample_ids, group_ids: `[B]` int64 (`RolloutRecord.row_id`), -1 on a row of padding; rewards: `[B]` float32.
+        sample_ids, group_ids: `[B]` int64 (`RolloutRecord.row_id`), -1 on a row of padding.
+        rewards: `[B]` float32; None where they are not known, as in dumps of others.
         anchor_logprobs: under the weights at the start of the step; None where the update's own forward was the anchor.
         behavior_logprobs: under older weights that sampled, where they were scored; None elsewhere.
         anchor_exact_kl: KL(rollout || anchor) on the kept support, or None.
@@ -55,7 +56,7 @@ class ScoredBatch(RowFields):
     turn_ids: Tensor = field(kw_only=True)
     versions: Tensor = field(kw_only=True)
     group_ids: Tensor = field(kw_only=True)
-    rewards: Tensor = field(kw_only=True)
+    rewards: Tensor | None = field(kw_only=True)
     anchor_logprobs: Tensor | None = None
     behavior_logprobs: Tensor | None = None
     anchor_exact_kl: Tensor | None = None

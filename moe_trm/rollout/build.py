@@ -8,7 +8,7 @@ from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import DEFAULT
 from moe_trm.config.rollout_rules import MASK_LIMIT
-from moe_trm.config.schema import Config, RolloutConfig
+from moe_trm.config.schema import AdvantageConfig, AgentConfig, Config, KlConfig, RolloutConfig
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
 from moe_trm.methods.advantages import ADVANTAGES
@@ -43,13 +43,13 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     """Task, engine and controller; returns when the engine has answered."""
     task = build_task(config.task, config.model.checkpoint, config.seed)
     engine = build_engine(config, api_key)
-    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    params = sampling_params(config.rollout, config.keeps_masks, task.tokens.vocab_size, task.tokens.stop_token_ids)
     sampler: Sampler | None = None
     try:
         await task.start()
         sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
-        sampler = with_baseline(config, engine, sampler, params)
-        sampler = with_teacher(config, sampler, api_key)
+        sampler = with_baseline(config.advantage, config.rollout, engine, sampler, params)
+        sampler = with_teacher(config.kl, config.rollout, sampler, api_key)
         await engine.start()
     except BaseException:  # a cancellation too
         if sampler is not None:
@@ -100,70 +100,74 @@ async def build_sampler(
     if not engine.traits.samples_live:
         return RecordedSampler(engine, task, params)
     if rollout.agent is not None:
-        agents = agent_sampler(config, engine, task, params, keep_changed=keep_changed)
+        agents = agent_sampler(config.agent, rollout, engine, task, params, keep_changed=keep_changed)
         await agents.start()
         return agents
-    functions = function_sampler(config, engine, task, params, keep_changed=keep_changed)
+    functions = function_sampler(rollout, engine, task, params, keep_changed=keep_changed)
     await functions.start()
     return functions
 
 
-def with_baseline(config: Config, engine: RolloutEngine, sampler: Sampler, params: SamplingParams) -> Sampler:
+def with_baseline(
+    advantage: AdvantageConfig, rollout: RolloutConfig, engine: RolloutEngine, sampler: Sampler, params: SamplingParams
+) -> Sampler:
     """`sampler`, with the reward of a greedy answer in every sample where the advantage reads one."""
-    if not ADVANTAGES[config.advantage.name].reads_greedy:
+    if not ADVANTAGES[advantage.name].reads_greedy:
         return sampler
     if not engine.traits.samples_live:
         return RecordedBaseline(sampler)
-    return GreedyBaseline(sampler, params, config.rollout.group_size)
+    return GreedyBaseline(sampler, params, rollout.group_size)
 
 
-def with_teacher(config: Config, sampler: Sampler, api_key: str | None) -> Sampler:
+def with_teacher(kl: KlConfig, rollout: RolloutConfig, sampler: Sampler, api_key: str | None) -> Sampler:
     """`sampler`, with the log-probs of the teacher in every sample where there is one."""
-    if not config.kl.teacher:
+    if not kl.teacher:
         return sampler
-    limits = config.rollout
     servers = [
-        EngineHttp(url, api_key, timeout_s=limits.timeout_s, max_attempts=limits.max_attempts)
-        for url in config.kl.teacher
+        EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts) for url in kl.teacher
     ]
     return TaughtSampler(sampler, servers, backend_of(DEFAULT))
 
 
 def function_sampler(
-    config: Config, engine: TurnEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+    rollout: RolloutConfig, engine: TurnEngine, task: Task, params: SamplingParams, *, keep_changed: bool
 ) -> FunctionSampler:
     """The sampler of `rollout.function`, not started."""
-    rollout = config.rollout
     assert rollout.function is not None, "the caller has looked"
     host = FunctionHost(rollout.function, adapter=ADAPTER, key="rollout.function", limit_s=rollout.function_timeout_s)
     return FunctionSampler(host, engine, task, params, limits_of(rollout, task), keep_changed=keep_changed)
 
 
 def agent_sampler(
-    config: Config, engine: TurnEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+    agent: AgentConfig,
+    rollout: RolloutConfig,
+    engine: TurnEngine,
+    task: Task,
+    params: SamplingParams,
+    *,
+    keep_changed: bool,
 ) -> AgentSampler:
     """The sampler of `rollout.agent`, not started. Raises `ConfigError` for a parser that cannot be had."""
-    rollout, agent = config.rollout, config.agent
     assert rollout.agent is not None, "the caller has looked"
     reader = build_reader(agent.tool_parser, agent.reasoning_parser)
     server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
     policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
-    host = agent_host(config)
+    host = agent_host(agent, rollout)
     return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed, rows=agent.rows)
 
 
-def agent_host(config: Config) -> AgentHost:
+def agent_host(agent: AgentConfig, rollout: RolloutConfig) -> AgentHost:
     """The host of `rollout.agent`, not started."""
-    rollout, agent = config.rollout, config.rollout.agent
-    if isinstance(agent, tuple):
+    started = rollout.agent
+    if isinstance(started, tuple):
         return CommandHost(
-            agent,
+            started,
             limit_s=rollout.function_timeout_s,
-            most_at_once=config.agent.max_commands,
-            max_output_bytes=config.agent.max_output_bytes,
+            most_at_once=agent.max_commands,
+            max_output_bytes=agent.max_output_bytes,
         )
-    assert agent is not None, "the caller has looked"
-    return FunctionHost(agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
+    assert started is not None, "the caller has looked"
+    return FunctionHost(started, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
 
 
 def limits_of(rollout: RolloutConfig, task: Task) -> Limits:
@@ -171,10 +175,11 @@ def limits_of(rollout: RolloutConfig, task: Task) -> Limits:
     return Limits(rollout.max_turns, rollout.max_tokens or task.tokens.max_positions or sys.maxsize)
 
 
-def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def sampling_params(
+    rollout: RolloutConfig, keeps_masks: bool, vocab_size: int, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
     """The behaviour policy's parameters; `top_k` is the vocabulary where none is set, at most what masks allow."""
-    rollout = config.rollout
-    largest = min(vocab_size, MASK_LIMIT) if config.keeps_masks else vocab_size
+    largest = min(vocab_size, MASK_LIMIT) if keeps_masks else vocab_size
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -31,25 +31,23 @@ _NUMPY: list[Any] = [np.ndarray, np.dtype, _RECONSTRUCT, *(type(np.dtype(kind)) 
 
 @dataclass(frozen=True)
 class ForeignRow:
-    """One sample; `[S]` float32 tensors of its response, `mask` bool."""
+    """One sample; `[S]` float32 tensors of its response, `mask` bool. `reward`: None where the dump has none."""
 
     mask: Tensor
     rollout_logprobs: Tensor
     learner_logprobs: Tensor
     advantages: Tensor
-    reward: float
+    reward: float | None
     sample_id: int
-    group_id: int
 
 
 @dataclass(frozen=True)
 class Dump:
-    """The samples of one file, and the step it is of. `grouped`: samples of one prompt are marked as such."""
+    """The samples of one file, and the step it is of. Which samples answer the same prompt is not known."""
 
     framework: str
     step: int
     rows: tuple[ForeignRow, ...]
-    grouped: bool
 
 
 def read(path: Path) -> Dump:
@@ -109,9 +107,9 @@ def _slime(path: Path, data: Mapping[str, Any]) -> Dump:
                 "and --use-tis or --get-mismatch-metrics.",
             )
         place = int(sample.get("rollout_position", number))
-        reward = raw[place] if raw is not None and len(raw) == len(samples) else sample.get("rewards", 0.0)
+        reward = raw[place] if raw is not None and len(raw) == len(samples) else sample.get("rewards")
         rows.append(_row(path, number, sample, reward, sample_id=int(_or(sample.get("sample_index"), place))))
-    return Dump("slime", int(data.get("rollout_id", 0)), tuple(rows), grouped=False)
+    return Dump("slime", int(data.get("rollout_id", 0)), tuple(rows))
 
 
 def _miles(path: Path, data: Mapping[str, Any]) -> Dump:
@@ -131,8 +129,8 @@ def _miles(path: Path, data: Mapping[str, Any]) -> Dump:
     for number, _ in enumerate(columns["log_probs"]):
         sample = {name: columns[name][number] for name in names if columns.get(name) is not None}
         ids = columns.get("sample_indices")
-        rows.append(_row(path, number, sample, sample.get("rewards", 0.0), sample_id=int(_or(ids and ids[number], -1))))
-    return Dump("miles", int(data.get("rollout_id", 0)), tuple(rows), grouped=False)
+        rows.append(_row(path, number, sample, sample.get("rewards"), sample_id=int(_or(ids and ids[number], -1))))
+    return Dump("miles", int(data.get("rollout_id", 0)), tuple(rows))
 
 
 def _verl(path: Path, data: Mapping[str, Any]) -> Dump:
@@ -141,22 +139,26 @@ def _verl(path: Path, data: Mapping[str, Any]) -> Dump:
     if missing:
         raise _lacking(path, f"it has no tensor {', '.join(missing)}", _VERL_FIX)
     scores = data.get("token_level_scores", data.get("token_level_rewards"))
-    rewards = torch.zeros(len(data["response_mask"])) if scores is None else scores.float().sum(-1)
+    rewards = [None] * len(data["response_mask"]) if scores is None else scores.float().sum(-1).tolist()
     rows = []
-    for number, reward in enumerate(rewards.tolist()):
+    for number, reward in enumerate(rewards):
         names = {"loss_masks": "response_mask", "log_probs": "old_log_probs"} | {
             n: n for n in ("rollout_log_probs", "advantages")
         }
         sample = {ours: data[theirs][number] for ours, theirs in names.items()}
         rows.append(_row(path, number, sample, reward, sample_id=-1))
     digits = "".join(character for character in path.stem if character.isdigit())
-    return Dump("verl", int(digits or 0), tuple(rows), grouped=False)
+    return Dump("verl", int(digits or 0), tuple(rows))
 
 
 def _row(path: Path, number: int, sample: Mapping[str, Any], reward: Any, *, sample_id: int) -> ForeignRow:
     learner = torch.as_tensor(sample["log_probs"], dtype=torch.float32).flatten()
-    mask = torch.as_tensor(_or(sample.get("loss_masks"), torch.ones(len(learner)))).flatten().bool()
     rollout = torch.as_tensor(sample["rollout_log_probs"], dtype=torch.float32).flatten()
+    if sample.get("loss_masks") is None:
+        raise _lacking(
+            path, f"sample {number} has no loss mask", "Dump what training reads: it has one of every sample."
+        )
+    mask = torch.as_tensor(sample["loss_masks"]).flatten().bool()
     if sample.get("advantages") is None:
         raise _lacking(path, f"sample {number} has no advantages", "Dump after advantages were computed.")
     advantages = torch.as_tensor(sample["advantages"], dtype=torch.float32).flatten()
@@ -169,7 +171,7 @@ def _row(path: Path, number: int, sample: Mapping[str, Any], reward: Any, *, sam
         )
     if not all(bool(values[mask].isfinite().all()) for values in (rollout, learner, advantages)):
         raise _lacking(path, f"sample {number} has values that are not finite", "Leave the sample out of the dump.")
-    return ForeignRow(mask, rollout, learner, advantages, float(reward), sample_id, -1)
+    return ForeignRow(mask, rollout, learner, advantages, None if reward is None else float(reward), sample_id)
 
 
 def _update(rows: Sequence[ForeignRow]) -> ScoredUpdate:
@@ -188,7 +190,7 @@ def _batch(rows: Sequence[ForeignRow], start: int) -> ScoredBatch:
         packed = torch.cat([getattr(row, name)[row.mask] for row in rows])
         return torch.zeros(shape).masked_scatter(mask, packed)
 
-    learner = spread("learner_logprobs")
+    learner, rewards = spread("learner_logprobs"), [row.reward for row in rows]
     return ScoredBatch(
         mask=mask,
         rollout_logprobs=spread("rollout_logprobs"),
@@ -198,8 +200,8 @@ def _batch(rows: Sequence[ForeignRow], start: int) -> ScoredBatch:
         turn_ids=torch.zeros(shape, dtype=torch.int16),
         versions=torch.where(mask, 0, -1).int(),
         sample_ids=torch.arange(start, start + len(rows)),
-        group_ids=torch.tensor([row.group_id for row in rows]),
-        rewards=torch.tensor([row.reward for row in rows]),
+        group_ids=torch.full((len(rows),), -1),
+        rewards=None if None in rewards else torch.tensor(rewards),
     )
 
 

@@ -69,8 +69,7 @@ def load(path: Path) -> Recording:
     steps = foreign.by_step(dumps)
     config = Config.model_validate({"model": {"checkpoint": "not recorded"}})
     names = ", ".join(sorted({dump.framework for dump in dumps}))
-    grouped = all(dump.grouped for dump in dumps)
-    return Recording(f"a dump of {names}", config, steps, trained=False, grouped=grouped)
+    return Recording(f"a dump of {names}", config, steps, trained=False, grouped=False)
 
 
 def _bundle_of(folder: Path) -> Path | None:

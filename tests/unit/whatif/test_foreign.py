@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from moe_trm.config.schema import CorrectionConfig, LossConfig
 from moe_trm.errors import BundleError
+from moe_trm.whatif.judge import Candidate, judge
 from moe_trm.whatif.recording import load
 
 ROLLOUT = ([-1.0, -2.0, -3.0], [-0.5, -0.25])
@@ -79,6 +81,21 @@ def test_all_three_hold_the_same(tmp_path: Path, write: Any) -> None:
     assert batch.rewards.tolist() == [1.0, 0.0]
 
 
+def test_rewards_that_a_dump_lacks_are_unknown(tmp_path: Path) -> None:
+    """`dispo` asks whether an answer is right: by its reward, and by its advantage where no reward is known."""
+    dispo: list[dict[str, float]] = []
+    for number, scores in enumerate((torch.eye(3)[:2] * torch.tensor([[1.0], [0.0]]), None)):
+        recording = load(verl(tmp_path / f"{number}.pt", token_level_scores=scores))
+        (batch,) = recording.steps[number][0].batches
+        assert (batch.rewards is None) == (scores is None)
+        loss = LossConfig(name="dispo", clip_low=None, clip_high=None)
+        outcome = judge(Candidate("dispo", CorrectionConfig(), loss), recording.config, recording.steps)
+        assert not outcome.refused
+        dispo.append(dict(outcome.pooled))
+    assert {dispo[0].pop(f"acceptance/{share}") for share in ("correct", "wrong")} == {1.0}
+    assert dispo[0] == dispo[1]
+
+
 def test_files_of_a_step_are_joined_and_repeated_samples_count_once(tmp_path: Path) -> None:
     miles(tmp_path / "3_0.pt", rank=0)
     miles(tmp_path / "3_1.pt", rank=1)
@@ -92,12 +109,14 @@ def test_files_of_a_step_are_joined_and_repeated_samples_count_once(tmp_path: Pa
         (slime, {"log_probs": None}, "--save-debug-train-data"),
         (slime, {"rollout_log_probs": None}, "no rollout_log_probs"),
         (slime, {"advantages": None}, "no advantages"),
+        (slime, {"loss_masks": None}, "no loss mask"),
+        (miles, {"loss_masks": None}, "no loss mask"),
         (slime, {"advantages": torch.zeros(9)}, r"columns of"),
         (
             slime,
             {
                 "log_probs": torch.full((3,), torch.nan),
-                "loss_masks": None,
+                "loss_masks": torch.ones(3),
                 "rollout_log_probs": torch.zeros(3),
                 "advantages": torch.zeros(3),
             },

@@ -282,8 +282,9 @@ def test_the_setting_is_a_function_or_a_command_line() -> None:
     assert command.rollout.has_turns
     assert refusals(command.task, command.rollout, command.train, command.eval) == []
     assert list(idle_settings(command)) == []
-    assert isinstance(agent_host(command), CommandHost)
-    assert isinstance(agent_host(config(rollout={"agent": "a.py:run"})), FunctionHost)
+    assert isinstance(agent_host(command.agent, command.rollout), CommandHost)
+    function = config(rollout={"agent": "a.py:run"})
+    assert isinstance(agent_host(function.agent, function.rollout), FunctionHost)
     for wrong in ([], ["python", ""], "python my_agent.py"):
         assert [
             problem.key
