@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.evidence.collapse import RESAMPLES, area
-from benchmarks.evidence.router_noise import SMOOTHED, Course, smoothed, told
+from benchmarks.evidence.router_noise import PARTS, SMOOTHED, Course, smoothed, told
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.quickstart.summary import read_metrics
@@ -40,7 +40,7 @@ K3, REWARD = "engine/k3_kl", "reward/mean"
 FIGURES: Mapping[str, tuple[int, Sequence[str]]] = {
     "k3": (1, [K3]),
     "k3_growth": (1, [K3]),
-    "beyond_2": (1, ["engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction"]),
+    "beyond_2": (1, PARTS),
     "row_ess": (-1, ["total/rollout_is_seq_eff_sample_size"]),
     "chi2": (1, ["engine/chi2_token_p95"]),
     "clipped": (1, ["loss/pg_clipfrac"]),
@@ -70,8 +70,9 @@ class Steps:
 
     @property
     def course(self) -> Course:
-        """Its rewards and engine k3."""
-        return Course(tuple(self.series[REWARD]), tuple(self.series[K3]))
+        """Its rewards, engine k3 and tail."""
+        tail = zip(*(self.series[part] for part in PARTS if part in self.series), strict=True)
+        return Course(tuple(self.series[REWARD]), tuple(self.series[K3]), tuple(map(sum, tail)))
 
     @property
     def turned(self) -> int | None:

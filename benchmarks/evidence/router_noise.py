@@ -1,10 +1,10 @@
-"""One run that falls by a mismatch of routing, one that learns by replay, and the figure that warned: `make collapse`.
+"""One run that dies of a mismatch of routing, one that lives by replay, and the figure that warned: `make collapse`.
 
 `python -m benchmarks.evidence.router_noise [--out FOLDER] [--only-report] [--json FILE]` makes the start, and runs the
-arms `none` and `R3` of `examples/experiments/collapse.yaml`. It draws their rewards and their engine k3 over the steps,
-and says in words whether each fell or lived, and whether engine k3 had doubled before the reward turned.
-The status is 0 when with replay the reward did not turn and ended higher by 0.1 and more. What is judged are means of
-ten steps.
+arms `none` and `R3` of `examples/experiments/collapse.yaml`, both at once. It draws their rewards and their engine k3
+over the steps, and says in words whether each died, fell or lived, and whether the tail of the engines' ratios had
+warned before the reward turned. The status is 0 when with replay the reward did not turn and ended higher by 0.1 and
+more. What is judged are means of ten steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.evidence import start
 from benchmarks.figure import Panel, document, text
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
+from moe_trm.diagnostics.verdict_mismatch import TAIL_BEFORE_A_FALL
 from moe_trm.errors import MoeTrmError
 from moe_trm.experiment.commands import run_experiment
 from moe_trm.quickstart.plot import NATIVE, REPLAYED
@@ -29,16 +30,21 @@ ARMS = {"none": NATIVE, "R3": REPLAYED}
 """Arms and their colours."""
 SMOOTHED = 10
 DEAD, TURNED, GREW, GAINED = 0.5, 0.8, 2.0, 0.1
-"""Shares of the best reward below which a run is dead and has turned; growth of k3 over its least that warns; gain of
-replay that is expected."""
+"""Shares of the best reward below which a run is dead and has turned; growth of k3 over its least; gain of replay that
+is expected."""
+PARTS = ("engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction")
+"""Tokens whose ratio between the engines is above 2 and below 1/2."""
+
+TAIL = f"the share of tokens with a ratio between the engines beyond 2 (above {TAIL_BEFORE_A_FALL:.0%})"
 
 
 @dataclass(frozen=True)
 class Course:
-    """Rewards and engine k3 of a run, step by step."""
+    """Rewards, engine k3 and the share of tokens whose ratio between the engines is beyond 2, step by step."""
 
     rewards: tuple[float, ...]
     k3: tuple[float, ...]
+    tail: tuple[float, ...]
 
     @property
     def fate(self) -> str:
@@ -58,6 +64,12 @@ class Course:
 
     @property
     def warned(self) -> int | None:
+        """The first step at which the tail is above the share that the verdict of a run warns of."""
+        above = (at for at, value in enumerate(smoothed(self.tail)) if value > TAIL_BEFORE_A_FALL)
+        return next((at + SMOOTHED for at in above), None)
+
+    @property
+    def grown(self) -> int | None:
         """The first step at which engine k3 is `GREW` times the least before it."""
         smooth = smoothed(self.k3)
         grown = (at for at, value in enumerate(smooth) if value >= GREW * min(smooth[: at + 1]))
@@ -85,7 +97,7 @@ def show(args: argparse.Namespace) -> int:
     """Run, draw and say; the exit status."""
     if not args.only_report:
         start.main([])
-        if status := run_experiment(FILE, args.out):
+        if status := run_experiment(FILE, args.out, jobs=len(ARMS)):
             return status
     courses = {arm: course(args.out / f"{arm}-seed0") for arm in ARMS}
     report("Rewards and engine k3 of each run, means of ten steps", list(rows(args.out)), args.json)
@@ -103,7 +115,8 @@ def course(run: Path) -> Course:
         raise MoeTrmError(
             "too short to judge", where=str(run), got=f"{len(rows)} steps", expected=f"{SMOOTHED} or more"
         )
-    return Course(tuple(row["reward/mean"] for row in rows), tuple(row["engine/k3_kl"] for row in rows))
+    tail = tuple(sum(row[part] for part in PARTS) for row in rows)
+    return Course(tuple(row["reward/mean"] for row in rows), tuple(row["engine/k3_kl"] for row in rows), tail)
 
 
 def rows(folder: Path) -> Iterator[Row]:
@@ -123,7 +136,8 @@ def told(run: str, own: Course) -> Row:
         "reward_last": reward[-1],
         "k3_first": k3[0],
         "k3_last": k3[-1],
-        "k3_doubled_at": own.warned or "never",
+        "k3_doubled_at": own.grown or "never",
+        "warned_at": (own.warned or "never") if own.tail else "not measured",
         "reward_turned_at": own.turned or "never",
         "fate": own.fate,
     }
@@ -139,10 +153,12 @@ def verdict(none: Course, replayed: Course) -> tuple[list[str], bool]:
     if turned is None:
         said.append("Without replay the reward did not turn, so there is nothing that a figure could have warned of.")
     elif warned is None:
-        said.append(f"Its reward turned at step {turned}, and engine k3 had not doubled: it did not warn.")
+        said.append(f"Its reward turned at step {turned}, and {TAIL} did not warn.")
     else:
-        order = f"{turned - warned} steps before" if warned < turned else "and did not warn: that is not before"
-        said.append(f"Engine k3 had doubled at step {warned}, {order} the reward turned (step {turned}).")
+        order = f"{turned - warned} steps before" if warned < turned else "which is not before"
+        said.append(f"At step {warned} {TAIL} warned, {order} the reward turned (step {turned}).")
+    if replayed.warned is not None:
+        said.append(f"With replay it warned too, at step {replayed.warned}.")
     gain = smoothed(replayed.rewards)[-1] - smoothed(none.rewards)[-1]
     said.append(f"With replay the reward ended {gain:+.2f} from that without.")
     shown = replayed.turned is None and gain >= GAINED
@@ -185,7 +201,7 @@ def _line(panel: Panel, smooth: Sequence[float], colour: str) -> str:
 
 
 def _marks(reward: Panel, k3: Panel, none: Course) -> Iterator[str]:
-    for panel, step, said in ((reward, none.turned, "reward turns"), (k3, none.warned, "k3 has doubled")):
+    for panel, step, said in ((reward, none.turned, "reward turns"), (k3, none.warned, "warned")):
         if step is not None:
             x = panel.x(step)
             yield f'<path d="M{x:.1f} {panel.top}V{panel.bottom}" stroke="{NATIVE}" stroke-dasharray="4 4"/>'

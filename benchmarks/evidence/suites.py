@@ -83,6 +83,20 @@ SUITES: Mapping[str, Suite] = {
         compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
+    "full_collapse": Suite(
+        "Held-out success after 200 steps, answered by the noisy engine",
+        late=191,
+        against={"none": ()},
+        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3, TAIL),
+        beside=(GRAD_NORM,),
+    ),
+    "published_dose": Suite(
+        "Held-out success after 500 steps at the published share of flips",
+        late=451,
+        against={"none": ()},
+        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        beside=(GRAD_NORM,),
+    ),
     "losses": Suite(
         "Held-out success of sampled answers, by loss and age of the samples",
         late=31,

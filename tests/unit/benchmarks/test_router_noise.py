@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,10 +25,13 @@ def line(*points: tuple[int, float]) -> tuple[float, ...]:
     return tuple(found)
 
 
-DYING = Course(line((0, 0.4), (50, 0.45), (100, 0.05)), line((0, 0.1), (30, 0.1), (100, 1.5)))
-LIVING = Course(line((0, 0.35), (100, 0.45)), line((0, 0.01), (100, 0.012)))
-FALLING = Course(line((0, 0.4), (50, 0.45), (100, 0.3)), DYING.k3)
-UNWARNED = Course(DYING.rewards, line((0, 0.1), (95, 0.1), (100, 1.5)))
+DYING = Course(
+    line((0, 0.4), (50, 0.45), (100, 0.05)), line((0, 0.1), (30, 0.1), (100, 1.5)), line((0, 0.01), (100, 0.11))
+)
+LIVING = Course(line((0, 0.35), (100, 0.45)), line((0, 0.01), (100, 0.012)), (0.01,) * STEPS)
+FALLING = Course(line((0, 0.4), (50, 0.45), (100, 0.3)), DYING.k3, DYING.tail)
+UNWARNED = replace(DYING, tail=LIVING.tail)
+LATE = replace(DYING, tail=line((0, 0.01), (95, 0.01), (100, 0.9)))
 
 
 def test_a_death_that_was_warned_of_is_shown() -> None:
@@ -36,10 +40,14 @@ def test_a_death_that_was_warned_of_is_shown() -> None:
     assert "Without replay the run died" in said[0]
     assert "0.09 at the end" in said[0]
     assert "(R3) the run lived" in said[1]
-    # k3 grows by 0.02 a step: the mean of steps 32 to 41 is above 0.2. The reward falls by 0.008 a step from 0.45.
-    assert DYING.warned == 41
+    # The tail grows by 0.001 a step: the mean of steps 37 to 46 is above 0.05. The reward falls by 0.008 from 0.45.
+    assert DYING.warned == 46
     assert DYING.turned == 68
-    assert said[2] == "Engine k3 had doubled at step 41, 27 steps before the reward turned (step 68)."
+    assert said[2].startswith(
+        "At step 46 the share of tokens with a ratio between the engines beyond 2 (above 5%) warned"
+    )
+    assert "22 steps before the reward turned (step 68)" in said[2]
+    assert "With replay it warned too, at step 46." in verdict(DYING, replace(LIVING, tail=DYING.tail))[0]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_a_death_that_was_warned_of_is_shown() -> None:
     [
         (LIVING, LIVING, "nothing that a figure could have warned of"),
         (DYING, DYING, "(R3) the run died"),
-        (FALLING, Course(line((0, 0.2), (100, 0.25)), LIVING.k3), "Without replay the run fell"),
+        (FALLING, replace(LIVING, rewards=line((0, 0.2), (100, 0.25))), "Without replay the run fell"),
     ],
 )
 def test_what_is_not_shown_is_said(none: Course, replayed: Course, words: str) -> None:
@@ -58,21 +66,22 @@ def test_what_is_not_shown_is_said(none: Course, replayed: Course, words: str) -
 
 
 def test_a_figure_that_did_not_warn_is_said_to_have_not() -> None:
-    said, shown = verdict(UNWARNED, LIVING)
-    assert shown
-    assert "and did not warn" in said[2]
+    for course, words in ((UNWARNED, "did not warn"), (LATE, "which is not before")):
+        said, shown = verdict(course, LIVING)
+        assert shown
+        assert words in said[2]
 
 
 def test_replay_that_gains_is_shown_where_nothing_falls_without() -> None:
-    held = Course((0.3,) * STEPS, DYING.k3)
+    held = replace(DYING, rewards=(0.3,) * STEPS)
     said, shown = verdict(held, LIVING)
     assert shown
     assert "+0.14 from that without" in said[3]
-    assert not verdict(Course((0.4,) * STEPS, DYING.k3), LIVING)[1], "a gain below 0.1"
+    assert not verdict(replace(DYING, rewards=(0.4,) * STEPS), LIVING)[1], "a gain below 0.1"
 
 
 def test_a_reward_that_comes_back_has_not_turned() -> None:
-    assert Course(line((0, 0.4), (40, 0.1), (100, 0.4)), LIVING.k3).turned is None
+    assert replace(LIVING, rewards=line((0, 0.4), (40, 0.1), (100, 0.4))).turned is None
 
 
 def test_it_reads_the_runs_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,19 +89,21 @@ def test_it_reads_the_runs_and_draws_them(tmp_path: Path, capsys: pytest.Capture
         run = tmp_path / f"{arm}-seed0"
         run.mkdir()
         rows = [{"step": 0, "eval/avg_at_1": 0.4}]  # the evaluation before the first step
-        both = zip(course.rewards, course.k3, strict=True)
-        rows += [{"step": at, "reward/mean": r, "engine/k3_kl": k} for at, (r, k) in enumerate(both, start=1)]
+        for at in range(STEPS):
+            figures = {"reward/mean": course.rewards[at], "engine/k3_kl": course.k3[at]}
+            high, low = router_noise.PARTS
+            rows.append({"step": at + 1, **figures, high: course.tail[at], low: 0.0})
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     told = tmp_path / "rows.json"
     assert router_noise.main(["--only-report", "--out", str(tmp_path), "--json", str(told)]) == 0
     living, dying = json.loads(told.read_text())["rows"]
     assert (dying["run"], dying["steps"], dying["reward_turned_at"], dying["fate"]) == ("none-seed0", 100, 68, "died")
-    assert (living["k3_doubled_at"], living["reward_turned_at"], living["fate"]) == ("never", "never", "lived")
+    assert (living["warned_at"], living["reward_turned_at"], living["fate"]) == ("never", "never", "lived")
     assert "the run died" in capsys.readouterr().out
     picture = ElementTree.fromstring((tmp_path / "collapse.svg").read_text())
     words = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert f"reward turns: step {DYING.turned}" in words
-    assert f"k3 has doubled: step {DYING.warned}" in words
+    assert f"warned: step {DYING.warned}" in words
 
 
 @pytest.mark.parametrize("file", [router_noise.FILE, "benchmarks/evidence/router_noise.yaml"])
