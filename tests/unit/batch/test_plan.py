@@ -18,35 +18,6 @@ from tests.unit.advantages import valued
 from tests.unit.records import make_record
 
 
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
-    minibatches=st.integers(1, 4),
-    data_size=st.integers(1, 4),
-    micro_batch_rows=st.integers(1, 8),
-    step=st.integers(1, 5),
-)
-def test_every_row_is_planned_exactly_once(
-    lengths: list[int], minibatches: int, data_size: int, micro_batch_rows: int, step: int
-) -> None:
-    rows = [TrainRow(make_record(sample_id=i, num_sampled=n)) for i, n in enumerate(lengths)]
-    sizes: dict[str, Any] = {"minibatches": minibatches, "data_size": data_size, "micro_batch_rows": micro_batch_rows}
-    plan = plan_step(rows, seed=0, step=step, **sizes)
-    assert [len(share) for share in plan] == [min(minibatches, len(rows))] * data_size
-    seen = []
-    for index in range(len(plan[0])):
-        parts = [share[index] for share in plan]
-        assert len({len(part.micro_batches) for part in parts}) == 1
-        own = [row for part in parts for micro in part.micro_batches for row in micro.rows]
-        assert {part.num_sequences for part in parts} == {len(own)}
-        assert own, "an update without a sample"
-        assert {part.num_tokens for part in parts} == {sum(row.record.num_sampled for row in own)}
-        assert all(len(micro.rows) <= micro_batch_rows for part in parts for micro in part.micro_batches)
-        seen += [row.record.sample_id for row in own]
-    assert sorted(seen) == list(range(len(lengths)))
-    again = plan_step(rows, seed=0, step=step, **sizes)
-    assert [[m.num_tokens for m in share] for share in again] == [[m.num_tokens for m in share] for share in plan]
-
-
 def test_ranks_get_like_numbers_of_tokens() -> None:
     rng = np.random.default_rng(0)
     rows = [TrainRow(make_record(sample_id=i, num_sampled=int(n))) for i, n in enumerate(rng.integers(1, 100, 64))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,24 +61,32 @@ def test_a_micro_batch_of_whole_and_cut_samples() -> None:
     assert tokens.tolist() == [3, 3, 3, 2]
 
 
-@given(sizes=cuts, minibatches=st.integers(1, 3), data_size=st.integers(1, 3), by_tokens=st.booleans())
+@given(
+    sizes=cuts,
+    minibatches=st.integers(1, 4),
+    data_size=st.integers(1, 4),
+    limit=st.one_of(
+        st.just({"micro_batch_tokens": 64}), st.integers(1, 8).map(lambda most: {"micro_batch_rows": most})
+    ),
+    step=st.integers(1, 5),
+)
 def test_a_sample_is_in_one_minibatch_and_counts_once(
-    sizes: list[list[int]], minibatches: int, data_size: int, by_tokens: bool
+    sizes: list[list[int]], minibatches: int, data_size: int, limit: dict[str, Any], step: int
 ) -> None:
+    """Every row is planned once, no update is without a sample, and the same step is planned the same way again."""
     rows = [row for sample in samples(sizes) for row in train_rows(sample)]
-    plan = plan_step(
-        rows,
-        seed=0,
-        step=1,
-        minibatches=minibatches,
-        data_size=data_size,
-        micro_batch_rows=None if by_tokens else 2,
-        micro_batch_tokens=64 if by_tokens else None,
-    )
-    seen: list[int] = []
+    settings: dict[str, Any] = {"seed": 0, "step": step, "minibatches": minibatches, "data_size": data_size, **limit}
+    plan = plan_step(rows, **settings)
+    assert plan == plan_step(rows, **settings)
     # Fewer samples than minibatches are as many minibatches as samples: none is empty.
-    for index in range(min(minibatches, len(sizes))):
-        own: list[TrainRow] = [row for share in plan for micro in share[index].micro_batches for row in micro.rows]
+    assert [len(share) for share in plan] == [min(minibatches, len(sizes))] * data_size
+    seen: list[int] = []
+    for index in range(len(plan[0])):
+        micros = [share[index].micro_batches for share in plan]
+        assert len({*map(len, micros)}) == 1
+        assert all(len(micro.rows) <= limit.get("micro_batch_rows", 64) for own in micros for micro in own)
+        own: list[TrainRow] = [row for parts in micros for micro in parts for row in micro.rows]
+        assert own
         numbers = {row.record.sample_id for row in own}
         assert {share[index].num_sequences for share in plan} == {len(numbers)}
         assert {share[index].num_tokens for share in plan} == {sum(row.record.num_sampled for row in own)}

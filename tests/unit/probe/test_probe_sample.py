@@ -55,10 +55,21 @@ def test_the_standard_error_is_the_spread_of_samples(number: int) -> None:
     for seed in range(250):
         own = np.isin(row_of, draw(tokens, number, (seed,)))
         columns = {"bad": torch.tensor(bad[own]), "tokens": torch.ones(int(own.sum()))}
-        parts = products(columns, torch.tensor(row_of[own]), {"bad": "tokens"})
-        sums = {name: float(value.sum()) for name, value in {**columns, **parts}.items()}
-        errors.append(standard_errors(sums, {"bad": "tokens"}, ProbeRows([], [], (), number, 400, 0.5))["bad"])
-        found.append(sums["bad"] / sums["tokens"])
+        mean, error = estimated(columns, row_of[own], number, 400)
+        found.append(mean)
+        errors.append(error)
+    assert_errors_are_the_spread(found, errors, truth)
+
+
+def estimated(columns: dict[str, Tensor], rows: Any, number: int, of: int) -> tuple[float, float]:
+    """The mean over a sample of `number` rows, and its standard error."""
+    parts = products(columns, torch.tensor(rows), {"bad": "tokens"})
+    sums = {name: float(value.sum()) for name, value in {**columns, **parts}.items()}
+    error = standard_errors(sums, {"bad": "tokens"}, ProbeRows([], [], (), number, of, 0.5))["bad"]
+    return sums["bad"] / sums["tokens"], error
+
+
+def assert_errors_are_the_spread(found: Sequence[float], errors: Sequence[float], truth: float) -> None:
     assert np.mean(errors) == pytest.approx(np.std(found), rel=0.15)
     covered = np.mean(np.abs(np.array(found) - truth) < 2 * np.array(errors))
     assert 0.9 < covered < 0.99
@@ -359,14 +370,11 @@ def test_the_standard_error_of_a_minibatch_is_the_spread_of_plans(minibatches: i
         [shares] = plan_step(rows, seed=0, step=step, minibatches=minibatches, data_size=1)
         own = [row.record.row_id for micro in shares[-1].micro_batches for row in micro.rows]
         columns = {"bad": torch.tensor(bad[own]), "tokens": torch.tensor(tokens[own]).double()}
-        parts = products(columns, torch.tensor(own), {"bad": "tokens"})
-        sums = {name: float(value.sum()) for name, value in {**columns, **parts}.items()}
-        errors.append(standard_errors(sums, {"bad": "tokens"}, ProbeRows([], [], (), len(own), 240, 0.5))["bad"])
-        found.append(sums["bad"] / sums["tokens"])
+        mean, error = estimated(columns, own, len(own), 240)
+        found.append(mean)
+        errors.append(error)
     assert np.mean(found) == pytest.approx(truth, rel=0.02)
-    assert np.mean(errors) == pytest.approx(np.std(found), rel=0.15)
-    covered = np.mean(np.abs(np.array(found) - truth) < 2 * np.array(errors))
-    assert 0.9 < covered < 0.99
+    assert_errors_are_the_spread(found, errors, truth)
 
 
 def lengths(rows: Sequence[TrainRow]) -> Any:

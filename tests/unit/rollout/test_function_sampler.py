@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from moe_trm.errors import ConfigError, EngineError, RecordRejected
+from moe_trm.errors import ConfigError, EngineError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.sync.manifest import WeightPush
-from moe_trm.tasks import RewardInput
-from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.tokens import Tokens
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.types import RolloutRecord, SamplingParams
+from tests.unit.rollout import moods
 from tests.unit.rollout.causal_engine import END, CausalEngine, DigitTokens
+from tests.unit.rollout.moods import Outcomes, lost, reasons, together
 
 FUNCTION = """
 import asyncio, os, time
@@ -66,35 +66,14 @@ REASONS = {
 }
 
 
-class MoodTask(Task):
+class MoodTask(moods.MoodTask):
     tokens: Tokens = DigitTokens()
-    reward_weights: Mapping[str, float] = {"style": 4.0}
-
-    def __init__(self, moods: Sequence[str]) -> None:
-        self.moods = moods
-
-    def train_prompts(self, step: int, count: int) -> list[Prompt]:
-        return [prompt(self.moods[i]) for i in range(count)]
-
-    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
-        return {}
-
-    async def start(self) -> None: ...
-
-    async def reward(self, sample: RewardInput) -> float:
-        return float(sample.num_turns)
-
-    async def close(self) -> None: ...
 
 
 class WholeEngine(CausalEngine):
     """Takes any weights."""
 
     async def load_weights(self, push: WeightPush) -> None: ...
-
-
-def prompt(mood: str) -> Prompt:
-    return Prompt(mood, (5, 6, 7), extra={"mood": mood})
 
 
 def sampler(folder: Path, engine: CausalEngine, task: MoodTask, *, turns: int = 4) -> FunctionSampler:
@@ -105,31 +84,14 @@ def sampler(folder: Path, engine: CausalEngine, task: MoodTask, *, turns: int = 
     return FunctionSampler(host, engine, task, params, Limits(turns, 100), keep_changed=False)
 
 
-def outcomes(folder: Path, moods: Sequence[str], engine: CausalEngine | None = None) -> dict[str, RolloutRecord | str]:
-    """The record of each, or the reason of its rejection; all at once, in one process."""
-
-    async def one(maker: FunctionSampler, number: int, mood: str) -> RolloutRecord | str:
-        try:
-            return await maker.sample(prompt(mood), sample_id=number, group_id=number)
-        except RecordRejected as rejection:
-            return rejection.reason if f"sample {number}" in str(rejection) else str(rejection)
-
-    async def go() -> list[RolloutRecord | str]:
-        maker = sampler(folder, engine or CausalEngine(), MoodTask(moods))
-        try:
-            return await asyncio.wait_for(
-                asyncio.gather(*(one(maker, number, mood) for number, mood in enumerate(moods))), 60
-            )
-        finally:
-            await maker.close()
-
-    return dict(zip(moods, asyncio.run(go()), strict=True))
+def outcomes(folder: Path, names: Sequence[str], engine: CausalEngine | None = None) -> Outcomes:
+    return together(sampler(folder, engine or CausalEngine(), MoodTask(names)), names)[0]
 
 
 def test_each_way_to_fail_rejects_its_own_sample_under_its_own_reason(tmp_path: Path) -> None:
     found = outcomes(tmp_path, ["plays", *REASONS, "swallows"])
     records = {mood: value for mood, value in found.items() if isinstance(value, RolloutRecord)}
-    assert {mood: value for mood, value in found.items() if isinstance(value, str)} == REASONS
+    assert reasons(found) == REASONS
     assert records.keys() == {"plays", "swallows"}
     for record in records.values():
         assert record.turn_ids.max() == 1
@@ -152,15 +114,12 @@ def test_a_sample_that_a_limit_ends_is_kept_as_unfinished(tmp_path: Path) -> Non
     assert found["catches"].reward == 7.0
 
 
-def test_a_lost_engine_stops_the_run_even_if_the_function_would_not_mind(tmp_path: Path) -> None:
-    class Lost(CausalEngine):
-        async def turn(
-            self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
-        ) -> SampledTurn:
-            raise EngineError("the rollout server is not reachable")
-
+def test_a_lost_engine_stops_the_run_even_if_the_function_would_not_mind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CausalEngine, "turn", lost)
     with pytest.raises(EngineError, match="not reachable"):
-        outcomes(tmp_path, ["catches"], Lost())
+        outcomes(tmp_path, ["catches"])
 
 
 def test_a_function_that_does_not_await_is_refused_at_launch(tmp_path: Path) -> None:

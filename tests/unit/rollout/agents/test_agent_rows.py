@@ -22,7 +22,8 @@ from moe_trm.types import RolloutRecord, SampledTurn, SamplingParams, TrainBatch
 from tests.unit.advantages import of_step
 from tests.unit.recording.test_bundle import assert_same
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
-from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, prompt, sampler, speak
+from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, sampler, speak
+from tests.unit.rollout.moods import prompt
 
 AGENT = """
 import asyncio

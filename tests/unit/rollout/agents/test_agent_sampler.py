@@ -13,7 +13,7 @@ from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.schema import Config
 from moe_trm.config.schema.agent import AgentRows
 from moe_trm.config.task_rules import refusals
-from moe_trm.errors import ConfigError, EngineError, RecordRejected
+from moe_trm.errors import ConfigError, EngineError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents import live_session
 from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
@@ -21,13 +21,13 @@ from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader, build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.tasks import RewardInput
-from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.tokens import Tokens
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.types import RolloutRecord, SamplingParams
+from tests.unit.rollout import moods
 from tests.unit.rollout.agents import parsers
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.templates import tokens_of
+from tests.unit.rollout.moods import Outcomes, lost, reasons, together
 from tests.unit.sections import sections_of
 
 TOKENS = tokens_of("chatml")
@@ -91,31 +91,8 @@ REASONS = {
 }
 
 
-class MoodTask(Task):
+class MoodTask(moods.MoodTask):
     tokens: Tokens = TOKENS
-    reward_weights: Mapping[str, float] = {"style": 4.0}
-
-    def __init__(self, moods: Sequence[str] = ()) -> None:
-        self.moods = moods
-        self.seen: list[RewardInput] = []
-
-    def train_prompts(self, step: int, count: int) -> list[Prompt]:
-        return [prompt(self.moods[i]) for i in range(count)]
-
-    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
-        return {}
-
-    async def start(self) -> None: ...
-
-    async def reward(self, sample: RewardInput) -> float:
-        self.seen.append(sample)
-        return float(sample.num_turns)
-
-    async def close(self) -> None: ...
-
-
-def prompt(mood: str) -> Prompt:
-    return Prompt(mood, (5, 6, 7), f"be {mood}", extra={"mood": mood})
 
 
 def speak(context: Sequence[int]) -> list[int]:
@@ -145,27 +122,9 @@ def sampler(
 
 
 def outcomes(
-    folder: Path, moods: Sequence[str], engine: SpeakingEngine | None = None, task: MoodTask | None = None
-) -> tuple[dict[str, RolloutRecord | str], dict[str, float]]:
-    """The record of each, or the reason of its rejection, and the metrics; all at once, in one process."""
-
-    async def one(maker: AgentSampler, number: int, mood: str) -> RolloutRecord | str:
-        try:
-            return await maker.sample(prompt(mood), sample_id=number, group_id=number)
-        except RecordRejected as rejection:
-            return rejection.reason if f"sample {number}" in str(rejection) else str(rejection)
-
-    async def go() -> tuple[list[RolloutRecord | str], dict[str, float]]:
-        maker = sampler(folder, engine or SpeakingEngine(speak), task or MoodTask())
-        await maker.start()
-        try:
-            made = await asyncio.gather(*(one(maker, number, mood) for number, mood in enumerate(moods)))
-            return made, maker.metrics()
-        finally:
-            await maker.close()
-
-    found, metrics = asyncio.run(asyncio.wait_for(go(), 90))
-    return dict(zip(moods, found, strict=True)), metrics
+    folder: Path, names: Sequence[str], engine: SpeakingEngine | None = None, task: MoodTask | None = None
+) -> tuple[Outcomes, Mapping[str, float]]:
+    return together(sampler(folder, engine or SpeakingEngine(speak), task or MoodTask()), names)
 
 
 def test_each_way_to_fail_rejects_its_own_sample_under_its_own_reason(
@@ -174,7 +133,7 @@ def test_each_way_to_fail_rejects_its_own_sample_under_its_own_reason(
     monkeypatch.setattr(live_session, "MAX_REFUSED", 20)
     task = MoodTask()
     found, metrics = outcomes(tmp_path, ["plays", *REASONS, "plays again"], task=task)
-    assert {mood: value for mood, value in found.items() if isinstance(value, str)} == REASONS
+    assert reasons(found) == REASONS
     for mood in ("plays", "plays again"):
         record = found[mood]
         assert isinstance(record, RolloutRecord)
@@ -236,15 +195,12 @@ def test_weights_that_change_between_answers_are_those_of_each_token(tmp_path: P
     assert np.array_equal(record.versions, turns + 1)
 
 
-def test_a_lost_engine_stops_the_run_even_if_the_agent_would_not_mind(tmp_path: Path) -> None:
-    class Lost(SpeakingEngine):
-        async def turn(
-            self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
-        ) -> SampledTurn:
-            raise EngineError("the rollout server is not reachable")
-
+def test_a_lost_engine_stops_the_run_even_if_the_agent_would_not_mind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeakingEngine, "turn", lost)
     with pytest.raises(EngineError, match="not reachable"):
-        outcomes(tmp_path, ["catches"], Lost(speak))
+        outcomes(tmp_path, ["catches"])
 
 
 def test_an_agent_that_does_not_await_is_refused_at_launch(tmp_path: Path) -> None:

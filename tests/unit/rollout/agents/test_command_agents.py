@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import refusals
-from moe_trm.errors import ConfigError, RecordRejected
+from moe_trm.errors import ConfigError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost
@@ -31,7 +31,8 @@ from moe_trm.runtime.child import Answerer
 from moe_trm.runtime.private import Scratch
 from moe_trm.types import RolloutRecord
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
-from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, prompt, speak
+from tests.unit.rollout.agents.test_agent_sampler import PARAMS, TOKENS, MoodTask, speak
+from tests.unit.rollout.moods import Outcomes, reasons, together
 from tests.unit.sections import sections_of
 
 AGENT = """
@@ -101,32 +102,16 @@ def no_answers() -> Answerer:
 
 
 def outcomes(
-    folder: Path, moods: Sequence[str], *, most_at_once: int = 4, seconds: float = 100.0
-) -> tuple[list[RolloutRecord | RecordRejected], dict[str, float]]:
-    """The record of each, or its rejection, and the metrics; all at once."""
+    folder: Path, names: Sequence[str], *, most_at_once: int = 4, seconds: float = 100.0
+) -> tuple[Outcomes, Mapping[str, float]]:
     path = folder / "agent.py"
     path.write_text(AGENT)
-
-    async def one(maker: AgentSampler, number: int, mood: str) -> RolloutRecord | RecordRejected:
-        try:
-            return await maker.sample(prompt(mood), sample_id=number, group_id=number)
-        except RecordRejected as rejection:
-            return rejection
-
-    async def go() -> tuple[list[RolloutRecord | RecordRejected], dict[str, float]]:
-        command = [sys.executable, "-S", str(path)]
-        host = CommandHost(command, limit_s=seconds, most_at_once=most_at_once, max_output_bytes=100_000)
-        server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)
-        policy = Policy(SpeakingEngine(speak), TOKENS, AnswerReader(), Limits(4, 1000))
-        maker = AgentSampler(host, server, policy, MoodTask(), PARAMS, keep_changed=False)
-        await maker.start()
-        try:
-            made = await asyncio.gather(*(one(maker, number, mood) for number, mood in enumerate(moods)))
-            return made, maker.metrics()
-        finally:
-            await maker.close()
-
-    return asyncio.run(asyncio.wait_for(go(), 300))
+    command = [sys.executable, "-S", str(path)]
+    host = CommandHost(command, limit_s=seconds, most_at_once=most_at_once, max_output_bytes=100_000)
+    server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)
+    policy = Policy(SpeakingEngine(speak), TOKENS, AnswerReader(), Limits(4, 1000))
+    maker = AgentSampler(host, server, policy, MoodTask(), PARAMS, keep_changed=False)
+    return together(maker, names, seconds=300)
 
 
 def test_each_way_to_fail_costs_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +119,9 @@ def test_each_way_to_fail_costs_its_own_sample(tmp_path: Path, monkeypatch: pyte
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     moods = ["plays", *REASONS, "leaves a child", "rewards", "goes on"]
-    found, metrics = outcomes(tmp_path, moods)
-    by_mood = dict(zip(moods, found, strict=True))
-    rejected = {mood: one.reason for mood, one in by_mood.items() if isinstance(one, RecordRejected)}
-    assert rejected == REASONS
+    by_mood, metrics = outcomes(tmp_path, moods)
+    assert reasons(by_mood) == REASONS
     assert str(by_mood["exits"]).count("exit status 1; its last words: no such tool") == 1
-    assert f"sample {moods.index('exits')}" in str(by_mood["exits"])
     for mood, turns, reward, reason in (
         ("plays", 2, 2.0, "stop"),
         ("leaves a child", 2, 2.0, "stop"),
@@ -155,10 +137,9 @@ def test_each_way_to_fail_costs_its_own_sample(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_command_that_hangs_costs_its_sample(tmp_path: Path) -> None:
-    [found], _ = outcomes(tmp_path, ["hangs"], seconds=3.0)
-    assert isinstance(found, RecordRejected)
-    assert found.reason == "rollout_timeout"
-    assert "nothing within 3 s" in str(found)
+    found, _ = outcomes(tmp_path, ["hangs"], seconds=3.0)
+    assert reasons(found) == {"hangs": "rollout_timeout"}
+    assert "nothing within 3 s" in str(found["hangs"])
 
 
 def test_a_command_finds_the_policy_under_the_names_that_clients_read(
@@ -167,17 +148,17 @@ def test_a_command_finds_the_policy_under_the_names_that_clients_read(
     monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
     monkeypatch.setenv(API_KEY_VARIABLE, "the engine's own key")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-the-users-own")
-    [record], _ = outcomes(tmp_path, ["looks around"])
-    assert isinstance(record, RolloutRecord)
-    found: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
-    seen = found["seen"]
+    found, _ = outcomes(tmp_path, ["looks around"])
+    assert isinstance(found["looks around"], RolloutRecord)
+    told: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
+    seen = told["seen"]
     assert API_KEY_VARIABLE not in seen
     assert seen["OPENAI_BASE_URL"] == seen["OPENAI_API_BASE"]
     assert "/sessions/" in seen["OPENAI_BASE_URL"]
     assert seen["OPENAI_API_KEY"].startswith("sk-")
     assert seen["OPENAI_API_KEY"] != "sk-the-users-own"
     assert seen["OPENAI_MODEL"] == "policy"
-    assert found["prompt"] == {
+    assert told["prompt"] == {
         "prompt_id": "looks around",
         "text": "be looks around",
         "messages": [{"role": "user", "content": "be looks around"}],
