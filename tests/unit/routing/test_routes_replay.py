@@ -39,40 +39,6 @@ def test_a_matching_micro_batch_passes() -> None:
     check_records(*micro_batch())
 
 
-@pytest.mark.parametrize(
-    "change", ["swap", "stale", "target", "short", "missing", "superfluous", "count", "hole", "no digest"]
-)
-def test_records_of_other_tokens_are_refused(change: str) -> None:
-    records, input_ids, target_ids, valid = micro_batch()
-    first, reason = records[0], "rows"
-    assert first is not None
-    if change == "swap":
-        valid[0], valid[1] = valid[0] & valid[1], valid[0] & valid[1]
-        records[0] = replace(first, experts=records[0].experts[:4])
-        records[0], records[1], reason = records[1], records[0], "digest"
-    elif change == "stale":
-        input_ids[1, 2] += 1
-        reason = "digest"
-    elif change == "target":
-        target_ids[0, 6] += 1
-        reason = "digest"
-    elif change == "short":
-        records[0] = replace(first, experts=records[0].experts[1:])
-    elif change == "missing":
-        records[1] = None
-    elif change == "superfluous":
-        records[2] = records[1]
-    elif change == "count":
-        records = records[:2]
-    elif change == "hole":
-        valid[0, 3] = False
-    elif change == "no digest":
-        records[0], reason = replace(first, token_digest=None), "digest"
-    with pytest.raises(RouteError) as error:
-        check_records(records, input_ids, target_ids, valid)
-    assert error.value.reason == reason
-
-
 def test_records_of_the_same_tokens_cannot_be_exchanged() -> None:
     """Two samples, and a sample of older weights, may have the same tokens and other routes."""
     tokens = np.arange(5, dtype=np.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -115,7 +117,9 @@ def test_rows_without_routes_are_found(name: str) -> None:
     check_rows(records, rows, placed(rows, sequences()), None, "native")
 
 
-@pytest.mark.parametrize("change", ["swapped", "other token", "other last token", "too few", "none", "padding"])
+@pytest.mark.parametrize(
+    "change", ["swapped", "other token", "other last token", "too few", "none", "padding", "a row less", "no digest"]
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_records_of_other_tokens_are_refused(name: str, change: str) -> None:
     rows, parts, reason = LAYOUTS[name], sequences(), "rows"
@@ -132,6 +136,10 @@ def test_records_of_other_tokens_are_refused(name: str, change: str) -> None:
         records[2] = None
     elif change == "padding":
         records[1] = records[0]
+    elif change == "a row less":
+        records[2] = replace(records[2], experts=records[2].experts[1:])
+    elif change == "no digest":
+        records[2], reason = replace(records[2], token_digest=None), "digest"
     with pytest.raises(RouteError) as error:
         check_rows(records, rows, placed(rows, parts), None)
     assert error.value.reason == reason
