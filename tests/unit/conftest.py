@@ -1,10 +1,14 @@
-"""A browser, and the worked example of the golden numbers: 4 rows, 13 sampled tokens. Masked cells hold traps."""
+"""A browser, a small checkpoint, and the worked example of the golden numbers: 4 rows, 13 sampled tokens.
+
+Masked cells hold traps.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.ratios import LogRatios
 
 if TYPE_CHECKING:
@@ -64,6 +69,17 @@ class WorkedExample:
 @pytest.fixture
 def fx() -> WorkedExample:
     return WorkedExample()
+
+
+SMALL = TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(folder, seed=0, shape=SMALL)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.doctor.dry_run import try_task
 from moe_trm.errors import CheckpointError, ConfigError, MoeTrmError
-from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 
 AGENT = """
 import aiohttp
@@ -25,15 +24,6 @@ async def run(base_url, api_key, prompt):
         text = answer["choices"][0]["text"]
 """
 ROLLOUT = "async def rollout(session):\n    turn = await session.sample()\n    "
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(
-        folder, seed=0, shape=TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
-    )
-    return folder
 
 
 def config(checkpoint: Path, folder: Path, source: str, **task: Any) -> Config:

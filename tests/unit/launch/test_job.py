@@ -27,6 +27,7 @@ from moe_trm.rollout import access
 from moe_trm.runtime.lock import held_alone
 from moe_trm.runtime.private import Scratch
 from tests.unit.launch.interrupted import assert_ends_with_one_line
+from tests.unit.processes import wait_until_dead
 
 PROGRAM = """
 import sys, time
@@ -202,17 +203,7 @@ def test_a_job_that_is_killed_takes_its_children_along(tmp_path: Path) -> None:
             assert job.poll() is None
             time.sleep(0.01)
         job.kill()
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
-    while time.monotonic() < deadline and _runs(pid):
-        time.sleep(0.01)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+    assert wait_until_dead([int((tmp_path / "pid").read_text())], 60)
 
 
 KILLED = """

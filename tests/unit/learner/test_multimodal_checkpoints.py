@@ -13,7 +13,6 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from benchmarks.published import make_published
 from moe_trm.doctor.checks import Check
@@ -22,7 +21,6 @@ from moe_trm.errors import CheckpointError
 from moe_trm.export.checkpoint import export_checkpoint
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.hf_export import write_companions, write_files, write_index
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.models import fp8_blocks
 from moe_trm.models.hf_config import read_hf_config, read_whole_config, text_config
@@ -35,7 +33,7 @@ from tests.published_models import published_config
 from tests.unit.export.test_saved_adapters import LORA, half_factors
 from tests.unit.export.test_saved_weights import save
 from tests.unit.learner.test_family_checkpoints import launch
-from tests.unit.learner.test_published_checkpoints import same_bits, stored
+from tests.unit.learner.test_published_checkpoints import exported, same_bits, stored
 
 RELEASE = "qwen3_5_35b_a3b"
 TEXT = "model.language_model."
@@ -99,17 +97,6 @@ def whole_model(folder: Path) -> Any:
     return model.eval()
 
 
-def exported(source: Path, folder: Path, dtype: str, *, published: bool, change: dict[str, Tensor]) -> Path:
-    """What a learner in `dtype` writes that has the weights of `source`, and those of `change` instead."""
-    form = ExportForm(HfCheckpoint(source), dtype, published)
-    folder.mkdir()
-    weights = {name: change.get(name, form.source.read(name).to(getattr(torch, dtype))) for name in form.source.names}
-    made = [*form.written(weights.items()), *form.kept()]
-    write_index(folder, write_files(folder, "model", made, file_bytes=1 << 16))
-    write_companions(folder, source, form.config())
-    return folder
-
-
 def test_the_text_has_the_names_of_a_text_model(release: Path, saved: Path) -> None:
     hf = read_hf_config(release)
     assert hf["architectures"] == ["Qwen3_5MoeForCausalLM"]
@@ -167,7 +154,7 @@ def test_the_published_form_of_unchanged_weights_has_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, dtype: str
 ) -> None:
     folder = request.getfixturevalue(name)
-    out = exported(folder, tmp_path / "out", dtype, published=True, change={})
+    out = exported(folder, tmp_path / "out", dtype, published=True)
     before, after = stored(folder), stored(out)
     assert before.keys() == after.keys()
     assert [name for name in before if not same_bits(before[name], after[name])] == []
@@ -182,7 +169,7 @@ def test_only_what_was_trained_is_written_anew(folder: Path, tmp_path: Path, *, 
         name: checkpoint.read(name).float() * 2
         for name in (f"model.{EXPERTS}.3.up_proj.weight", "model.layers.3.self_attn.q_proj.weight", "lm_head.weight")
     }
-    out = exported(folder, tmp_path / "out", "float32", published=published, change=change)
+    out = exported(folder, tmp_path / "out", "float32", published=published, **change)
     after, before = stored(out), stored(folder)
     assert after.keys() == before.keys()
     apart = checkpoint.vision | checkpoint.prediction
@@ -202,7 +189,7 @@ def test_only_what_was_trained_is_written_anew(folder: Path, tmp_path: Path, *, 
 
 
 def test_a_plain_export_of_fp8_has_the_published_names(fp8: Path, saved: Path, tmp_path: Path) -> None:
-    out = exported(fp8, tmp_path / "out", "bfloat16", published=False, change={})
+    out = exported(fp8, tmp_path / "out", "bfloat16", published=False)
     assert stored(out).keys() == stored(saved).keys()
     assert "quantization_config" not in read_whole_config(out)
     for name in HfCheckpoint(fp8).names:

@@ -186,17 +186,14 @@ def test_an_8_bit_weight_without_scales_is_refused(tmp_path: Path) -> None:
         HfCheckpoint(tmp_path).read("a.weight")
 
 
-def exported(
-    source: Path, folder: Path, dtype: str, *, published: bool, change: tuple[str, Tensor] | None = None
-) -> Path:
+def exported(source: Path, folder: Path, dtype: str, *, published: bool, **change: Tensor) -> Path:
     """The folder that `ExportForm` makes of weights that a learner in `dtype` has, `change` among them."""
     checkpoint = HfCheckpoint(source)
     form = ExportForm(checkpoint, dtype, published)
     folder.mkdir()
     held = Rounding(dtype)
     weights = {name: checkpoint.read(name).to(getattr(torch, held.dtype_of(name))) for name in checkpoint.names}
-    if change is not None:
-        weights[change[0]] = change[1]
+    weights |= change
     made = [*form.written(weights.items()), *form.kept()]
     write_index(folder, write_files(folder, "model", made, file_bytes=1 << 16))
     write_companions(folder, source, form.config())
@@ -218,7 +215,7 @@ def test_the_published_form_of_unchanged_weights_has_the_same_bits(
 def test_only_the_block_that_changed_gets_another_scale(deepseek: Path, tmp_path: Path) -> None:
     weight = HfCheckpoint(deepseek).read(EXPERT).float()
     weight[17, 5] = 100.0
-    after = stored(exported(deepseek, tmp_path / "out", "float32", published=True, change=(EXPERT, weight)))
+    after = stored(exported(deepseek, tmp_path / "out", "float32", published=True, **{EXPERT: weight}))
     before = stored(deepseek)
     scales = after[EXPERT + "_scale_inv"] != before[EXPERT + "_scale_inv"]
     assert scales.nonzero().tolist() == [[1, 0]]
@@ -234,7 +231,7 @@ def test_only_the_block_that_changed_gets_another_scale(deepseek: Path, tmp_path
 def test_only_the_group_that_changed_gets_another_exponent(gpt_oss: Path, tmp_path: Path) -> None:
     weight = HfCheckpoint(gpt_oss).read(STACKED)
     weight[3, 40, 7] = 24.0
-    after = stored(exported(gpt_oss, tmp_path / "out", "bfloat16", published=True, change=(STACKED, weight)))
+    after = stored(exported(gpt_oss, tmp_path / "out", "bfloat16", published=True, **{STACKED: weight}))
     scales = after[STACKED + "_scales"] != stored(gpt_oss)[STACKED + "_scales"]
     assert scales.nonzero().tolist() == [[3, 7, 1]]
     assert int(after[STACKED + "_scales"][3, 7, 1]) == 127 + 2

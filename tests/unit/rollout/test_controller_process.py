@@ -17,6 +17,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.rollout.client import ControllerProcess
+from tests.unit.processes import wait_until_dead
 
 RANK = """
 import sys, time
@@ -48,13 +49,6 @@ def said(log: Path, words: str, patience_s: float = 120.0) -> bool:
     return words in log.read_text()
 
 
-def runs(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("moment", ["imports", "waits for its server"])
 def test_it_ends_with_its_rank(tmp_path: Path, config: Config, moment: str) -> None:
     log = tmp_path / "controller.log"
@@ -65,10 +59,7 @@ def test_it_ends_with_its_rank(tmp_path: Path, config: Config, moment: str) -> N
         if moment != "imports":
             assert said(log, "the controller begins")
         rank.kill()
-    until = time.monotonic() + 60
-    while runs(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not runs(pid)
+    assert wait_until_dead([pid], 60)
     if moment != "imports":
         assert "the controller was asked to end" in log.read_text()
         assert "Traceback" not in log.read_text()

@@ -99,6 +99,11 @@ async def running(
             await fake.stop()
 
 
+async def both_serve(fleet: Fleet) -> None:
+    while fleet.metrics()["rollout/servers"] < 2:
+        await asyncio.sleep(0.02)
+
+
 def in_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def ran() -> None:
         asyncio.run(asyncio.wait_for(work(), 20))
@@ -139,8 +144,7 @@ async def test_a_server_that_hangs_is_noticed_and_what_it_owed_is_asked_elsewher
         asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(4)]
         assert await asyncio.gather(*asks) == [b"a 1"] * 4
         fakes[1].free.set()
-        while fleet.metrics()["rollout/servers"] < 2:
-            await asyncio.sleep(0.02)
+        await both_serve(fleet)
         assert fleet.metrics()["rollout/recoveries"] == 1
 
 
@@ -189,8 +193,7 @@ async def test_a_server_that_hangs_while_it_is_given_weights_holds_nobody_up() -
         assert fleet.metrics()["rollout/servers"] == 1
         assert await fleet.ask({}) == b"b 2"
         fakes[0].free.set()
-        while fleet.metrics()["rollout/servers"] < 2:
-            await asyncio.sleep(0.02)
+        await both_serve(fleet)
         assert fakes[0].label == "2"
 
 
@@ -353,8 +356,7 @@ async def test_a_server_that_comes_back_too_late_for_its_push_is_given_the_next_
         await fleet.update(2)
         assert await fleet.ask({}) == b"b 2"
         deleted.set()
-        while fleet.metrics()["rollout/servers"] < 2:
-            await asyncio.sleep(0.02)
+        await both_serve(fleet)
         assert fakes[0].label == "2"
 
 
@@ -420,6 +422,5 @@ async def test_a_server_that_dies_before_its_turn_is_given_the_newest_weights_wh
         assert await ask == b"a 2"
         await update
         await fakes[1].start(fakes[1].port)
-        while fleet.metrics()["rollout/servers"] < 2:
-            await asyncio.sleep(0.02)
+        await both_serve(fleet)
         assert [fake.label for fake in fakes] == ["2", "2"]

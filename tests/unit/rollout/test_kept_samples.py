@@ -12,7 +12,7 @@ import pytest
 from moe_trm.errors import EngineLost, SyncError
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.remote import MEMORY_TAGS, RemoteServer
-from tests.unit.rollout.test_fleet import FakeServer, in_loop, running
+from tests.unit.rollout.test_fleet import FakeServer, both_serve, in_loop, running
 
 pytestmark = pytest.mark.usefixtures("in_a_hurry")
 
@@ -83,8 +83,7 @@ async def test_samples_kept_by_a_server_that_is_lost_in_the_push_are_asked_elsew
         assert await asyncio.gather(*asks) == [f"{well.name} 2".encode()] * 4
         assert fleet.metrics()["rollout/reissued"] == 2
         outcomes.put_nowait(None)
-        while fleet.metrics()["rollout/servers"] < 2:
-            await asyncio.sleep(0.02)
+        await both_serve(fleet)
         assert [fake.label for fake in fakes] == ["2", "2"]
 
 

@@ -29,23 +29,12 @@ from moe_trm.rollout.servers.process import start_server
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.runtime.private import remove_abandoned
+from tests.unit.processes import alive, wait_until_dead
 
 
 def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
     server = {"port": port, "device": "cpu", "extra_args": extra, "startup_timeout_s": timeout_s}
     return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": {"server": server}})
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    return status.exists() and "State:\tZ" not in status.read_text()
-
-
-def wait_until_dead(pids: list[int], patience_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + patience_s
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(alive, pids))
 
 
 @pytest.mark.parametrize("extra", [(), ("--stubborn", "yes")])

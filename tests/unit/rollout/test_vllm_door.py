@@ -195,14 +195,15 @@ def test_an_abort_ends_what_a_push_waits_for(with_door: Any) -> None:
     with_door(work)
 
 
-def test_a_prefix_cache_that_is_not_emptied_fails_the_push(with_door: Any) -> None:
+def test_a_prefix_cache_that_is_not_emptied_and_a_folder_without_tensors_fail_the_push(with_door: Any) -> None:
     async def work(client: Client, vllm: ScriptedVllm) -> None:
-        await client.push(1)
-        vllm.emptied = False
-        status, told = await client.push(2)
-        assert status == 400
-        assert "prefix cache" in told["error"]
-        assert await client.version() == "none"
+        for emptied, folder, said in ((False, "f", "prefix cache"), (True, "empty", "no safetensors files in empty")):
+            assert (await client.push(1))[0] == 200
+            vllm.emptied = emptied
+            status, told = await client.push(2, folder)
+            assert (status, said in told["error"]) == (400, True)
+            assert await client.version() == "none"
+            vllm.emptied = True
 
     with_door(work)
 
@@ -216,16 +217,6 @@ def test_a_broadcast_is_a_push_to_workers_that_have_joined(with_door: Any) -> No
         assert vllm.asked[:3] == [("moe_trm_join", meetings), ("moe_trm_receive", shares), "reset"]
         vllm.refused = "moe_trm_join"
         assert (await client.ask("/moe_trm/join", {"meetings": meetings}))[0] == 400
-
-    with_door(work)
-
-
-def test_a_folder_without_tensors_fails_the_push(with_door: Any) -> None:
-    async def work(client: Client, vllm: ScriptedVllm) -> None:
-        status, told = await client.push(1, "empty")
-        assert (status, told["error"]) == (400, "ValueError: no safetensors files in empty")
-        assert await client.version() == "none"
-        assert (await client.push(2))[0] == 200
 
     with_door(work)
 

@@ -17,7 +17,8 @@ from moe_trm.errors import EngineError
 from moe_trm.rollout.servers import watchdog as watchdog_module
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.watchdog import Watchdog
-from tests.unit.rollout.test_server_process import config, wait_until_dead
+from tests.unit.processes import wait_until_dead
+from tests.unit.rollout.test_server_process import config
 
 
 @pytest.fixture(autouse=True)

@@ -41,14 +41,8 @@ class DeviceLearner(StandInLearner):
 
     device = DEVICE
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
-        temperature: float | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         for batch in batches:
             assert batch.input_ids.device == batch.valid.device == torch.device("cpu"), "the host checks routes by them"

@@ -10,14 +10,14 @@ import pytest
 
 from moe_trm.config.schema import TaskConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.models.tiny.checkpoint import EOS, TinyShape, character_tokenizer, make_checkpoint, save, tiny_model
+from moe_trm.models.tiny.checkpoint import EOS, character_tokenizer, save, tiny_model
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.examples import Fields, read_examples
 from moe_trm.tasks.gsm8k import read_gsm8k
 from moe_trm.tasks.rows import read_rows
 from moe_trm.tasks.tokens import Tokens
+from tests.unit.conftest import SMALL
 
-SHAPE = TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'narrator' %}{{ raise_exception('no narrators') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<eos>\n{% else %};{% endif %}{% endfor %}"
@@ -26,18 +26,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    make_checkpoint(folder, shape=SHAPE)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    save(tiny_model(0, SHAPE), tokenizer, folder)
+    save(tiny_model(0, SMALL), tokenizer, folder)
     return folder
 
 
@@ -122,16 +115,16 @@ def test_without_the_reader_a_data_set_is_refused_with_what_to_install() -> None
     assert "moe-trm[data]" in caught.value.fix
 
 
-def test_only_a_reward_of_your_own_can_do_without_answers(tmp_path: Path, plain: Path) -> None:
+def test_only_a_reward_of_your_own_can_do_without_answers(tmp_path: Path, checkpoint: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "level": 3})
     with pytest.raises(ConfigError, match="no answer"):
-        build_task(TaskConfig(name="jsonl", prompts=source), str(plain), seed=0)
+        build_task(TaskConfig(name="jsonl", prompts=source), str(checkpoint), seed=0)
     own = TaskConfig(name="jsonl", prompts=source, reward="own:reward")
-    [prompt] = build_task(own, str(plain), seed=0).train_prompts(1, 1)
+    [prompt] = build_task(own, str(checkpoint), seed=0).train_prompts(1, 1)
     assert (prompt.answer, prompt.extra) == ("", {"level": 3})
 
 
-def test_messages_always_go_through_the_chat_template(tmp_path: Path, chat: Path, plain: Path) -> None:
+def test_messages_always_go_through_the_chat_template(tmp_path: Path, chat: Path, checkpoint: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"prompt": MESSAGES, "answer": "4"})
     config = TaskConfig(name="jsonl", prompts=source)
     task = build_task(config, str(chat), seed=0)
@@ -140,7 +133,7 @@ def test_messages_always_go_through_the_chat_template(tmp_path: Path, chat: Path
     assert list(prompt.messages) == MESSAGES
     assert prompt.token_ids == task.tokens.encode_plain(prompt.text)
     with pytest.raises(CheckpointError, match="no chat template"):
-        build_task(config, str(plain), seed=0).train_prompts(1, 1)
+        build_task(config, str(checkpoint), seed=0).train_prompts(1, 1)
     with pytest.raises(ConfigError, match="for prompts that are text"):
         build_task(config.model_copy(update={"template": "Q {prompt}"}), str(chat), seed=0).train_prompts(1, 1)
 
@@ -169,7 +162,7 @@ def test_what_follows_an_answer_is_written_as_the_template_does(chat: Path) -> N
 def test_a_template_that_hides_answers_is_refused(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }};{% endfor %}"
-    save(tiny_model(0, SHAPE), tokenizer, tmp_path)
+    save(tiny_model(0, SMALL), tokenizer, tmp_path)
     with pytest.raises(CheckpointError, match="as it is"):
         Tokens(tmp_path).encode_continuation([{"role": "user", "content": "x"}], EOS)
 
@@ -177,6 +170,6 @@ def test_a_template_that_hides_answers_is_refused(tmp_path: Path) -> None:
 def test_a_template_that_rewrites_the_beginning_is_refused(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}:" + TEMPLATE
-    save(tiny_model(0, SHAPE), tokenizer, tmp_path)
+    save(tiny_model(0, SMALL), tokenizer, tmp_path)
     with pytest.raises(CheckpointError, match="changes the beginning"):
         Tokens(tmp_path).encode_continuation([{"role": "user", "content": "x"}], EOS)

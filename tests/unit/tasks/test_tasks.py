@@ -14,7 +14,7 @@ import pytest
 
 from moe_trm.config.schema import TaskConfig
 from moe_trm.errors import CheckpointError, ConfigError, RecordRejected
-from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, TinyShape, character_tokenizer, make_checkpoint
+from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer
 from moe_trm.tasks.arithmetic import held_out_problems
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.examples import read_examples
@@ -49,15 +49,6 @@ async def score_answer(task: Task, prompt: Prompt, token_ids: Sequence[int], *, 
         finish_reason="stop" if finished else "length",
     )
     return (await score(task, prompt, record)).total
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(
-        folder, seed=0, shape=TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")

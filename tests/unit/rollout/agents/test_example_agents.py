@@ -13,7 +13,7 @@ import pytest
 
 from moe_trm.config.schema import TaskConfig
 from moe_trm.functions.load import load_function
-from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from moe_trm.models.tiny.checkpoint import make_checkpoint
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
@@ -24,10 +24,10 @@ from moe_trm.tasks.build import build_task
 from moe_trm.tasks.problems import ArithmeticProblem
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord, SamplingParams
+from tests.unit.conftest import SMALL
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-SHAPE = TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
 SAMPLES = 3
 UNREACHABLE = ("ConnectionError", "NewConnectionError", "Temporary failure", "timed out", "Name or service not known")
 
@@ -86,7 +86,7 @@ def test_the_terminal_solves_sums(tmp_path: Path) -> None:
     pytest.importorskip(
         "openai.resources", reason="the openai package, or a part of it, is missing", exc_type=ImportError
     )
-    make_checkpoint(tmp_path, seed=0, shape=SHAPE)
+    make_checkpoint(tmp_path, seed=0, shape=SMALL)
     records, metrics = samples([sys.executable, str(EXAMPLES / "terminal" / "agent.py")], tmp_path)
     check(records, metrics, Tokens(tmp_path))
 
@@ -97,7 +97,7 @@ def test_a_framework_in_a_virtual_environment_of_its_own_solves_sums(tmp_path: P
     page = (EXAMPLES / "openai_agents" / "README.md").read_text(encoding="utf-8")
     [requirements] = re.findall(r"^pip install (.*)$", page, re.MULTILINE)
     python = fresh_environment(tmp_path / "venv", requirements.split())
-    make_checkpoint(tmp_path / "plain", seed=0, shape=SHAPE)
+    make_checkpoint(tmp_path / "plain", seed=0, shape=SMALL)
     checkpoint = tmp_path / "chat"
     load_function(f"{EXAMPLES / 'openai_agents' / 'start.py'}:write", key="test")(tmp_path / "plain", checkpoint)
     command = [str(python), str(EXAMPLES / "openai_agents" / "agent.py")]
