@@ -15,6 +15,7 @@ from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.ratios import RATIO_NAMES
 from moe_trm.ratios import LogRatios
 from moe_trm.step.recipe import recipe
+from tests.unit.losses.every_field import with_every_field
 
 PARTS = ("engine", "lag", "update")
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -50,18 +51,8 @@ def slope(loss: str, moved: str | None, ratio: str) -> torch.Tensor:
     behavior = proximal - steps["lag"]
     ratios = LogRatios(behavior - steps["engine"], behavior, current, mask, proximal)
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
-    inputs = LossInputs(
-        ratios,
-        current,
-        advantages,
-        weights=mask.float(),
-        keep=mask,
-        rewards=torch.tensor([1.0, 0.0]),
-        group_ids=torch.zeros(2, dtype=torch.int64),
-        entropy=torch.ones(2, 3),
-        router_shift=torch.zeros(2, 3),
-        reference_logprobs=torch.full((2, 3), -1.2),
-    )
+    inputs = LossInputs(ratios, current, advantages, weights=mask.float(), keep=mask)
+    inputs = with_every_field(inputs, torch.full((2, 3), -1.2))
     values = losses.get(loss)(inputs, ratio=ratio, **PARAMETERS.get(loss, {})).values
     return torch.autograd.grad(values[mask].sum(), current)[0]
 

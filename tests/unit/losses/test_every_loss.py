@@ -12,6 +12,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.ratios import LogRatios
 from tests.unit.conftest import WorkedExample
+from tests.unit.losses.every_field import with_every_field
 
 
 @pytest.mark.parametrize("name", losses.names())
@@ -20,18 +21,9 @@ def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx: WorkedExample)
     with torch.no_grad():
         current[2, 1] = torch.nan
     ratios = LogRatios(fx.rollout, fx.behavior, current, fx.mask)
-    inputs = LossInputs.uncorrected(ratios, current, fx.advantages)
+    inputs = with_every_field(LossInputs.uncorrected(ratios, current, fx.advantages), fx.behavior)
     nothing = torch.zeros_like(inputs.keep)
-    inputs = replace(
-        inputs,
-        keep=nothing,
-        weights=inputs.weights * 0,
-        rewards=fx.signs,
-        group_ids=torch.tensor([0, 0, 1, 1]),
-        entropy=torch.ones(4, 5),
-        router_shift=torch.full((4, 5), 0.1),
-        reference_logprobs=fx.behavior,
-    )
+    inputs = replace(inputs, keep=nothing, weights=inputs.weights * 0)
     loss = aggregate(
         losses.get(name)(inputs).values,
         nothing,
@@ -70,15 +62,7 @@ def test_correction_weights_scale_the_gradient(name: str, fx: WorkedExample) -> 
     for factor in (1.0, 0.25):
         current = fx.current.clone().requires_grad_()
         inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
-        inputs = replace(
-            inputs,
-            weights=inputs.weights * factor,
-            rewards=fx.signs,
-            group_ids=torch.tensor([0, 0, 1, 1]),
-            entropy=torch.ones(4, 5),
-            router_shift=torch.full((4, 5), 0.1),
-            reference_logprobs=fx.behavior,
-        )
+        inputs = with_every_field(replace(inputs, weights=inputs.weights * factor), fx.behavior)
         gradients += torch.autograd.grad(losses.get(name)(inputs).values[fx.mask].sum(), current)
     assert gradients[0].any()
     torch.testing.assert_close(gradients[1], gradients[0] * 0.25)
@@ -88,18 +72,9 @@ def test_correction_weights_scale_the_gradient(name: str, fx: WorkedExample) -> 
 def test_extreme_ratios_stay_finite(name: str, fx: WorkedExample) -> None:
     for shift in (1000.0, -1000.0):
         current = (fx.current + shift).float().requires_grad_()
-        inputs = LossInputs.uncorrected(
-            LogRatios(fx.rollout.float(), fx.behavior.float(), current, fx.mask), current, fx.advantages.float()
-        )
-        inputs = replace(
-            inputs,
-            rewards=fx.signs,
-            group_ids=torch.tensor([0, 0, 1, 1]),
-            entropy=torch.ones(4, 5),
-            router_shift=torch.full((4, 5), 0.1),
-            reference_logprobs=fx.behavior,
-        )
-        values = losses.get(name)(inputs).values[fx.mask]
+        ratios = LogRatios(fx.rollout.float(), fx.behavior.float(), current, fx.mask)
+        inputs = LossInputs.uncorrected(ratios, current, fx.advantages.float())
+        values = losses.get(name)(with_every_field(inputs, fx.behavior)).values[fx.mask]
         values.sum().backward()
         assert values.isfinite().all()
         assert current.grad.isfinite().all()

@@ -14,6 +14,7 @@ from moe_trm import corrections, losses
 from moe_trm.corrections import Evidence
 from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
+from tests.unit.losses.every_field import with_every_field
 
 BY_ROW = ("ctpo", "espo", "gmpo", "gspo", "gspo_token", "minpro", "oapl", "tbpo", "topr", "turn_ppo", "vespo")
 WIDE: dict[str, dict[str, Any]] = {
@@ -97,19 +98,8 @@ def test_a_dropped_token_without_a_number_is_in_no_statistic(loss: str) -> None:
     keep = mask.clone()
     keep[0, 1] = False
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
-    inputs = LossInputs(
-        ratios,
-        current,
-        advantages,
-        weights=keep.float(),
-        keep=keep,
-        rewards=torch.tensor([1.0, 0.0]),
-        group_ids=torch.zeros(2, dtype=torch.int64),
-        entropy=torch.ones(2, 3),
-        router_shift=torch.zeros(2, 3),
-        reference_logprobs=torch.full((2, 3), -1.2),
-    )
-    values = losses.get(loss)(inputs).values
+    inputs = LossInputs(ratios, current, advantages, weights=keep.float(), keep=keep)
+    values = losses.get(loss)(with_every_field(inputs, torch.full((2, 3), -1.2))).values
     assert values[keep].isfinite().all()
     (slope,) = torch.autograd.grad(values[keep].sum(), current)
     assert slope.isfinite().all()

@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from moe_trm.models.hf_config import text_config
-from moe_trm.plan.parameters import Kind, model_of
+from moe_trm.plan.parameters import Kind, Model, model_of
 
 MODELS = Path(__file__).parents[3] / "moe_trm" / "models" / "published"
 BILLION = 10**9
@@ -71,7 +72,7 @@ class Statement:
     @property
     def counted(self) -> float:
         """Billions as we count them in the same way."""
-        model, counting = model_of(hf_config(self.key)), self.counting
+        model, counting = counted_model(self.key), self.counting
         if self.number == "total":
             beside = counting.prediction * model.prediction_total
             beside += counting.copied_ends * (model.embedding.elements + model.output.elements)
@@ -166,3 +167,8 @@ STATEMENTS = (
 
 def hf_config(name: str) -> dict[str, Any]:
     return text_config(json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8")))
+
+
+@cache
+def counted_model(name: str) -> Model:
+    return model_of(hf_config(name))
