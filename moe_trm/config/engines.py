@@ -89,6 +89,9 @@ SERVER_BACKENDS: Mapping[str, str] = MappingProxyType(
 NAMED_PARSERS = "moe_trm.rollout.sglang.agent_parsers"
 """Module with the parsers of answers that `agent.tool_parser` and `agent.reasoning_parser` know by name."""
 
+FIXED_ORDER = "moe_trm_sglang_cpu.fixed_order"
+"""Module with the sums of engines that have the trait `fixed_order`, on a CPU: the learner computes with the same."""
+
 
 LEARNER = "learner"
 """Stands beside engines with servers where weights are evaluated: the learner's own policy answers."""

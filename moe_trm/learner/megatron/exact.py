@@ -6,11 +6,13 @@ Shape letters: C columns of rows, B rows, N query heads, G key/value heads, D he
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_trm.config.engines import FIXED_ORDER
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron.cpu_attention import CausalAttention, PlainPack
 
@@ -35,16 +37,15 @@ def remove() -> None:
 
 def _fixed_order() -> Any:
     try:
-        from moe_trm_sglang_cpu import fixed_order
+        return import_module(FIXED_ORDER)
     except ImportError as error:
         raise ConfigError(
             "exact runs on a CPU need the kernels of the rollout server's package",
             where="config key exact",
             got=str(error),
-            expected="moe-trm-sglang-cpu with its module fixed_order",
+            expected=FIXED_ORDER,
             fix="pip install --no-deps ./packages/sglang_cpu",
         ) from error
-    return fixed_order
 
 
 class FixedAttention(CausalAttention):
