@@ -10,7 +10,7 @@ import pytest
 
 from launch.job import Signals, free_port, wait_for
 from launch.rollout_process import RolloutProcess
-from tests.unit.rollout.test_server_process import wait_until_dead
+from tests.unit.processes import wait_until_dead
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ def test_rows_without_routes_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_records_of_other_tokens_are_refused(name: str, change: str) -> None:
     rows, parts, reason = LAYOUTS[name], sequences(), "rows"
-    records = [record(tokens, seed) for seed, tokens in enumerate(parts)]
+    records: list[Any] = [record(tokens, seed) for seed, tokens in enumerate(parts)]
     if change == "swapped":
         records[0], records[2] = records[2], records[0]
     elif change == "other token":
