@@ -114,18 +114,13 @@ def measured(
 
 
 PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "engines": ({"parts": {"engine": noise(0.4)}}, "precision", "rollout.server.dtype"),
-    "an impossible token": ({"parts": {"engine": impossible}}, "outlier", "trm_max"),
     "lag": ({"parts": {"lag": noise(0.4)}}, "lag", "pipeline.max_staleness=1"),
-    "updates": ({"parts": {"update": noise(0.4)}}, "staleness", "learner.minibatches=1"),
-    "tail of the engines": ({"parts": {"engine": tail}}, "variance", "icepop"),
     "tail of lag": ({"parts": {"lag": tail}}, "variance", "ratio: lag"),
     "tail of updates": ({"parts": {"update": tail}}, "variance", "ratio: update"),
     "merged": ({"parts": {"lag": noise(0.4)}, "route": "merged"}, "unsplit", "pipeline.behavior=snapshot"),
     "updates, merged": ({"parts": {"update": noise(0.4)}, "route": "merged"}, "staleness", "learner.minibatches=1"),
     "bypass": ({"parts": {"engine": noise(0.4)}, "route": "bypass"}, "unsplit", "pipeline.behavior=snapshot"),
     "interpolated": ({"parts": {"lag": noise(0.4)}, "route": "interpolate"}, "unsplit", "pipeline.behavior=snapshot"),
-    "rows of the engines": ({"parts": {"engine": rowwise}}, "sequence", "geometric_mask"),
     "rows of updates": ({"parts": {"update": rowwise}}, "sequence", "learner.minibatches=1"),
     "IcePop": ({"parts": {"engine": noise(0.07)}, "rules": (ICEPOP,)}, "masking", "token_tis"),
     "IcePop, far": ({"parts": {"engine": noise(0.15)}, "rules": (ICEPOP,)}, "masking", "rollout.server.dtype"),
@@ -140,9 +135,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"parts": {"lag": noise(0.35), "update": noise(0.5)}}, "staleness", "learner.minibatches=1",
     ),
     "lag, and IcePop on engines": ({"parts": {"lag": noise(0.4)}, "rules": (ICEPOP,)}, "lag", "pipeline.max_staleness"),
-    "lighter tail of the engines": ({"parts": {"engine": lighter}}, "drift", "geometric_mask"),
     "lighter tail of lag": ({"parts": {"lag": lighter}}, "drift", "pipeline.max_staleness=1"),
-    "lighter tail of updates": ({"parts": {"update": lighter}}, "drift", "learner.minibatches=1"),
     "ESS after weights": ({"parts": {"engine": heavier}, "rules": (UNCAPPED,)}, "masking", "rollout.server.dtype"),
     "ESS after weights of lag": (
         {"parts": {"lag": heavier}, "rules": (UNCAPPED | {"ratio": "lag"},)}, "masking", "pipeline.max_staleness=1",
@@ -175,7 +168,7 @@ def test_the_planted_cause_is_named(tmp_path: Path) -> None:
                 missed.append((name, seed, said.case, said.config))
             can_be_typed(said, tmp_path)
     planted = len(PLANTED) * len(SEEDS)
-    assert len(PLANTED) >= 30
+    assert len(PLANTED) + len(LEAVES) >= 30
     assert (planted - len(missed)) * 30 >= 27 * planted, missed
     # Each cause is named by most of its steps: none hides behind the others.
     for name in PLANTED:
