@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -54,8 +54,13 @@ def lookup(path: str) -> Setting | None:
 
     Keys of a free mapping have none.
     """
-    wanted = tuple("*" if part.isdigit() else part for part in path.split("."))
-    return next((setting for setting in walk() if tuple(setting.path.split(".")) == wanted), None)
+    wanted = starred(path)
+    return next((setting for setting in walk() if setting.path == wanted), None)
+
+
+def starred(path: str) -> str:
+    """`path` with `*` for the index of every list."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def default_of(path: str) -> object:
@@ -75,9 +80,7 @@ def default_of(path: str) -> object:
 
 def _setting(path: str, info: FieldInfo) -> Setting:
     section = info.annotation if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel) else None
-    bounds = _bounds(info.metadata)
-    named = _method_names(info.metadata)
-    text = "section" if section else named or type_text(info.annotation) + (f" {bounds}" if bounds else "")
+    text = "section" if section else _bounded(info.annotation, info.metadata)
     return Setting(path, text, info.default, (info.description or "").strip(), section, info.annotation)
 
 
@@ -94,8 +97,7 @@ def type_text(annotation: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(str(value) for value in arguments)
     if origin is typing.Annotated:
-        bounds, named = _bounds(arguments[1:]), _method_names(arguments[1:])
-        return named or type_text(arguments[0]) + (f" {bounds}" if bounds else "")
+        return _bounded(arguments[0], arguments[1:])
     if origin in (typing.Union, types.UnionType):
         others = [type_text(argument) for argument in arguments if argument is not type(None)]
         return " or ".join([*others, "none"] if type(None) in arguments else others)
@@ -114,9 +116,11 @@ def type_text(annotation: Any) -> str:
     return str(annotation)
 
 
-def _method_names(metadata: typing.Iterable[Any]) -> str:
-    """The methods that a text may name; empty for other settings."""
-    return next((str(item) for item in metadata if isinstance(item, OneOf)), "")
+def _bounded(annotation: Any, metadata: Sequence[Any]) -> str:
+    """A type with its bounds; the names that a text may take stand in place of both."""
+    bounds = _bounds(metadata)
+    named = (str(item) for item in metadata if isinstance(item, OneOf))
+    return next(named, type_text(annotation) + (f" {bounds}" if bounds else ""))
 
 
 def _bounds(metadata: typing.Iterable[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_trm.config.fields import lookup, walk
+from moe_trm.config.fields import lookup, starred, walk
 from moe_trm.errors import ConfigError
 
 _SECRET = "api_key"
@@ -54,16 +54,12 @@ def suggest(path: str) -> str:
     """The known keys that resemble an unknown one: misspelt, or right but in another section."""
     known = [setting.path for setting in walk()]
     parent, _, leaf = path.rpartition(".")
-    siblings = [key for key in known if key.rpartition(".")[0] == _starred(parent)]
+    siblings = [key for key in known if key.rpartition(".")[0] == starred(parent)]
     close = difflib.get_close_matches(leaf, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6)
     if close:
         return f"{parent}.{close[0]}" if parent else close[0]
     elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
-    return " or ".join(elsewhere[:3] or difflib.get_close_matches(_starred(path), known, n=1, cutoff=0.7))
-
-
-def _starred(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return " or ".join(elsewhere[:3] or difflib.get_close_matches(starred(path), known, n=1, cutoff=0.7))
 
 
 def _problem(details: Any) -> Problem:

@@ -9,14 +9,7 @@ from shlex import quote
 from typing import Any
 
 from moe_trm.config.flat import flatten
-from moe_trm.config.schema import (
-    BatchConfig,
-    Config,
-    PipelineConfig,
-    ProbeConfig,
-    ReplayConfig,
-    RolloutConfig,
-)
+from moe_trm.config.schema import Config
 from moe_trm.plan.candidates import Judged, judge
 from moe_trm.plan.cluster import Cluster, Serving, serving
 from moe_trm.plan.columns import columns_per_token
@@ -143,6 +136,7 @@ class Work:
         """The largest micro-batch of a rank."""
         lengths = self.assumptions.lengths
         tokens = micro_batch_tokens(config.learner, config.rollout, lengths.prompt_tokens)
+        longest = config.rollout.max_tokens or int(config.rollout.max_new_tokens + lengths.prompt_tokens)
         return Load(
             tokens,
             int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens)),
@@ -150,9 +144,26 @@ class Work:
             config.keeps_masks,
             config.replay.mode != "none",
             self.assumptions.other_gb,
-            rows=_rows(config.batch, config.rollout, tokens, lengths.prompt_tokens),
+            rows=1 if config.batch.layout == "packed" else max(1, tokens // longest),
             kept_ids=self.assumptions.kept_ids,
         )
+
+    def wire(self, config: Config) -> dict[str, Figure]:
+        """Bytes of a step. The controller holds a step more for every version that samples may be behind."""
+        lengths, rollout = self.assumptions.lengths, config.rollout
+        found: dict[str, Figure] = {}
+        held = 0.0
+        if config.replay.mode == "R3" or config.probe.every:
+            for name, figure in route_bytes(self.hf).items():
+                found[f"routes, {name}"] = _of_step(figure, self.step_tokens(config), lengths.basis)
+            held += found["routes, wire"].value if found else 0.0
+        if config.keeps_masks and rollout.top_p < 1:
+            sampled = rollout.prompts_per_step * rollout.group_size * lengths.mean
+            found["masks, wire"] = _of_step(mask_bytes(self.assumptions.kept_ids)["wire"], sampled, lengths.basis)
+            held += found["masks, wire"].value
+        ahead = config.pipeline.staleness_limit + 1
+        basis = weakest(*(figure.basis for figure in found.values()), "measured")
+        return {**found, "controller": Figure(held * ahead, basis, f"{ahead} step(s) of what is on the wire")}
 
     def train_s(self, model: Model, config: Config, cluster: Cluster, ranks: int, columns: float) -> float:
         """Seconds of one training step: products, stages that wait, exchange. A measured speed has all of it."""
@@ -254,32 +265,14 @@ def build(config: Config, work: Work, cluster: Cluster) -> Plan:
         ranks,
         servers,
         layout,
-        _wire(
-            hf,
-            config.keeps_masks,
-            config.probe,
-            config.pipeline,
-            config.replay,
-            config.rollout,
-            work.step_tokens(config),
-            samples * lengths.mean,
-            assumptions,
-        ),
+        work.wire(config),
         tuple(modes),
-        Figure(columns, "columns/token", weakest(lengths.basis, "given"), f"batch.layout={config.batch.layout}"),
-        Figure(full, "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
-        Figure(train_s, "s", efficiency.learner_basis, "one training step"),
-        Figure(fleet.push_s, "s", "assumed", "--load-gb-s"),
+        Figure(columns, weakest(lengths.basis, "given"), f"batch.layout={config.batch.layout}"),
+        Figure(full, efficiency.rollout_basis, "one server, all slots in use"),
+        Figure(train_s, efficiency.learner_basis, "one training step"),
+        Figure(fleet.push_s, "assumed", "--load-gb-s"),
         workers,
     )
-
-
-def _rows(batch: BatchConfig, rollout: RolloutConfig, tokens: int, prompt_tokens: float) -> int:
-    """Rows of the largest micro-batch; a pack is one."""
-    if batch.layout == "packed":
-        return 1
-    longest = rollout.max_tokens or int(rollout.max_new_tokens + prompt_tokens)
-    return max(1, tokens // longest)
 
 
 def overrides(config: Config, before: Config) -> list[str]:
@@ -300,31 +293,5 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def _wire(
-    hf: Mapping[str, Any],
-    keeps_masks: bool,
-    probe: ProbeConfig,
-    pipeline: PipelineConfig,
-    replay: ReplayConfig,
-    rollout: RolloutConfig,
-    step_tokens: float,
-    sampled: float,
-    assumptions: Assumptions,
-) -> dict[str, Figure]:
-    """Bytes of a step. The controller holds a step more for every version that samples may be behind."""
-    found: dict[str, Figure] = {}
-    held = 0.0
-    if replay.mode == "R3" or probe.every:
-        for name, figure in route_bytes(hf).items():
-            found[f"routes, {name}"] = _of_step(figure, step_tokens, assumptions.lengths.basis)
-        held += found["routes, wire"].value if found else 0.0
-    if keeps_masks and rollout.top_p < 1:
-        found["masks, wire"] = _of_step(mask_bytes(assumptions.kept_ids)["wire"], sampled, assumptions.lengths.basis)
-        held += found["masks, wire"].value
-    ahead = pipeline.staleness_limit + 1
-    basis = weakest(*(figure.basis for figure in found.values()), "measured")
-    return {**found, "controller": Figure(held * ahead, "B", basis, f"{ahead} step(s) of what is on the wire")}
-
-
 def _of_step(per_token: Figure, tokens: float, lengths: Basis) -> Figure:
-    return Figure(per_token.value * tokens, "B", weakest(per_token.basis, lengths), per_token.note)
+    return Figure(per_token.value * tokens, weakest(per_token.basis, lengths), per_token.note)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from moe_trm.config.schema import Config
 from moe_trm.models.family import HfConfig
-from moe_trm.models.hf_config import moe_layers
+from moe_trm.models.hf_config import head_dim, moe_layers
 from moe_trm.plan.columns import data_ranks
 from moe_trm.plan.gpus import Gpu
 from moe_trm.plan.kept import BYTES
@@ -82,7 +82,8 @@ def exchange_seconds(
 
 def _keys_and_values(hf: HfConfig) -> float:
     """Columns of a token in a layer."""
-    heads = int(hf["num_attention_heads"])
     if "kv_lora_rank" in hf:
-        return heads * (int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"]))
-    return 2 * int(hf["num_key_value_heads"]) * int(hf.get("head_dim") or int(hf["hidden_size"]) // heads)
+        return int(hf["num_attention_heads"]) * (
+            int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"])
+        )
+    return 2 * int(hf["num_key_value_heads"]) * head_dim(hf)

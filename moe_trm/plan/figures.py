@@ -15,13 +15,12 @@ class Figure:
     """A number of the plan.
 
     Attributes:
-        value: in `unit`.
+        value: in its own unit: bytes, seconds, tokens per second.
         basis: the weakest origin of what it was computed from.
         note: the rule in short, or the option that changes it.
     """
 
     value: float
-    unit: str
     basis: Basis
     note: str = ""
 

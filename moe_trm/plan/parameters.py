@@ -12,7 +12,7 @@ from typing import Literal
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.family import Family, HfConfig, Layer, Link
-from moe_trm.models.hf_config import PREDICTION_LAYERS, expert_width, num_experts, shared_width
+from moe_trm.models.hf_config import PREDICTION_LAYERS, expert_width, head_dim, num_experts, shared_width
 from moe_trm.models.registry import family_of
 
 Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
@@ -285,7 +285,7 @@ def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig)
             "kv_b_proj": latent * heads * (plain + value),
             "o_proj": heads * value * hidden,
         }[owner]
-    size = int(hf.get("head_dim") or hidden // heads)
+    size = head_dim(hf)
     gated = 2 if "gated delta" in family.attention_kinds(hf) else 1
     rows = {"q": gated * heads * size, "k": groups * size, "v": groups * size}
     if owner.endswith("_norm"):

@@ -14,7 +14,7 @@ from typing import Any
 from moe_trm.config.anchor_passes import scores_every_minibatch
 from moe_trm.config.schema import Config, LearnerConfig, ParallelConfig, RolloutConfig
 from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
-from moe_trm.models.hf_config import num_experts
+from moe_trm.models.hf_config import head_dim, num_experts
 from moe_trm.models.registry import family_of
 from moe_trm.plan.columns import data_ranks
 from moe_trm.plan.figures import Basis
@@ -67,8 +67,7 @@ def cache_bytes(hf: Mapping[str, Any], gpus: int) -> float:
     layers = family_of(hf, "config.json").num_cached(hf)
     if "kv_lora_rank" in hf:
         return 2.0 * layers * (int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]))
-    size = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
-    return 2.0 * layers * 2 * max(1.0, int(hf["num_key_value_heads"]) / gpus) * size
+    return 2.0 * layers * 2 * max(1.0, int(hf["num_key_value_heads"]) / gpus) * head_dim(hf)
 
 
 def decode_rate(
@@ -136,7 +135,7 @@ def training_operations(
     if "kv_lora_rank" in hf:
         columns = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"])
     else:
-        columns = 2 * int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+        columns = 2 * head_dim(hf)
     attention = 2 * model.caching * int(hf["num_attention_heads"]) * columns * context / 2
     forward = 2 * model.active(("embedding",)) + attention
     inside = 2 * sum(active for kind, (_, active) in model.by_kind.items() if kind in FEED_FORWARD)

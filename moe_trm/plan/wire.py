@@ -24,9 +24,9 @@ def route_bytes(hf: Mapping[str, Any]) -> dict[str, Figure]:
         return {}
     sets = layers * int(hf["num_experts_per_tok"])
     return {
-        "json": Figure(sets * 4 * 4 / 3 * ENVELOPE, "B/token", "measured", "int32 in base64, with the answer's JSON"),
-        "wire": Figure(sets * (1 if experts <= 256 else 2), "B/token", "given", "engine order"),
-        "bundle": Figure(layers * rank_bits(experts, int(hf["num_experts_per_tok"])) / 8, "B/token", "given", "sets"),
+        "json": Figure(sets * 4 * 4 / 3 * ENVELOPE, "measured", "int32 in base64, with the answer's JSON"),
+        "wire": Figure(sets * (1 if experts <= 256 else 2), "given", "engine order"),
+        "bundle": Figure(layers * rank_bits(experts, int(hf["num_experts_per_tok"])) / 8, "given", "sets"),
     }
 
 
@@ -41,6 +41,6 @@ def mask_bytes(kept_ids: float) -> dict[str, Figure]:
     `kept_ids`: mean ids of a mask.
     """
     return {
-        "wire": Figure(8 * kept_ids + 8, "B/token", "assumed", "--kept-ids"),
-        "bundle": Figure(5.72, "B/token", "measured", "quickstart, 3.3 ids in the mean"),
+        "wire": Figure(8 * kept_ids + 8, "assumed", "--kept-ids"),
+        "bundle": Figure(5.72, "measured", "quickstart, 3.3 ids in the mean"),
     }
