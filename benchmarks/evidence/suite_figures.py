@@ -153,7 +153,7 @@ def _paired(
 ) -> Iterator[Comparison]:
     pairs = tuple((seed, low[seed], high[seed]) for seed in sorted(low.keys() & high.keys()))
     if pairs:
-        yield Comparison(Measure(figure.source, figure.metrics), "", first, other, pairs)
+        yield Comparison(Measure(figure.source, " + ".join(figure.metrics)), "", first, other, pairs)
 
 
 def difference_row(found: Comparison) -> Row:

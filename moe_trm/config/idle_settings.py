@@ -15,26 +15,26 @@ PROJECTS = {"wandb", "mlflow", "trackio"}
 
 
 def idle_settings(config: Config) -> Iterator[str]:
-    """Keys that were set while another setting makes them idle."""
+    """Keys that were set while another setting makes them idle. A row of the table has one key, or several."""
     rollout, task = config.rollout, config.task
     engine, traits = f"rollout.engine={rollout.engine}", rollout.traits
     advantage = ADVANTAGES[config.advantage.name]
+    no_choice = f"advantage.name={config.advantage.name} has no such choice"
     exact = task.reward == "exact" or (task.reward is None and task.name != "gsm8k")
     plain_reward = exact or task.reward in (None, "math_verify")
     idle = [
         ("rollout", "colocate", not traits.has_weights, f"{engine} holds no memory"),
-        *(
-            ("pipeline", key, config.pipeline.staleness_limit == 0, "no sample is older than the learner's weights")
-            for key in ("behavior", "snapshot_gib")
+        (
+            "pipeline",
+            "behavior snapshot_gib",
+            config.pipeline.staleness_limit == 0,
+            "no sample is older than the learner's weights",
         ),
         ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
         ("pipeline", "partial", not traits.samples_live, "a recording is never interrupted"),
         *schedule_rules.idle(config.pipeline, config.rollout, config.learner),
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
-        *(
-            ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
-            for key in ("urls", "url", "router", "intake_processes")
-        ),
+        ("rollout", "urls url router intake_processes", not traits.has_servers, f"{engine} asks no SGLang server"),
         (
             "rollout",
             "trusted_network",
@@ -42,9 +42,11 @@ def idle_settings(config: Config) -> Iterator[str]:
             "no key crosses a network in the clear",
         ),
         ("rollout", "bundle", traits.samples_live and rollout.bundle is not None, f"{engine} samples anew"),
-        *(
-            ("rollout", key, not traits.has_weights, f"{engine} takes no weights")
-            for key in ("fake_quantization", "norm_noise", "fake_router_noise")
+        (
+            "rollout",
+            "fake_quantization norm_noise fake_router_noise",
+            not traits.has_weights,
+            f"{engine} takes no weights",
         ),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
         ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
@@ -52,35 +54,41 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("probe", "thorough_every", config.probe.every == 0, "probe.every=0 probes nothing"),
         ("sampling_mask", "violation", not config.keeps_masks, "sampling_mask.mode=off records no masks"),
         ("task", "max_digits", task.reads_prompts, f"task.name={task.name} reads its prompts from a file"),
-        *(
-            ("task", key, not task.reads_prompts, f"task.name={task.name} makes its own prompts")
-            for key in ("prompts", "eval_prompts", "eval_sets", "template", "chat")
+        (
+            "task",
+            "prompts eval_prompts eval_sets template chat",
+            not task.reads_prompts,
+            f"task.name={task.name} makes its own prompts",
         ),
         ("train", "eval_every", not traits.has_weights, f"{engine} has no weights to evaluate"),
-        *(
-            ("eval", key, config.eval.samples == 0, "eval.samples=0 samples nothing")
-            for key in ("temperature", "top_p")
+        ("eval", "temperature top_p", config.eval.samples == 0, "eval.samples=0 samples nothing"),
+        (
+            "eval",
+            "samples max_new_tokens keep_best best_metric",
+            not task.has_evaluation or not traits.has_weights,
+            "nothing is evaluated",
         ),
-        *(
-            ("eval", key, not task.has_evaluation or not traits.has_weights, "nothing is evaluated")
-            for key in ("samples", "max_new_tokens", "keep_best", "best_metric")
-        ),
-        ("task", "prompt_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
-        ("task", "answer_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
+        ("task", "prompt_field answer_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
         ("task", "reward_weights", plain_reward and not rollout.has_turns, "the reward is one number"),
         ("task", "reward_timeout_s", exact, "task.reward=exact takes no time"),
         ("task", "reward_processes", exact, "task.reward=exact needs none"),
-        *(
-            ("rollout", key, not rollout.has_turns, "rollout.function is not set: every sample is one answer")
-            for key in ("function_timeout_s", "max_turns", "max_tokens")
+        (
+            "rollout",
+            "function_timeout_s max_turns max_tokens",
+            not rollout.has_turns,
+            "rollout.function is not set: every sample is one answer",
         ),
-        *(
-            ("agent", key, rollout.agent is None, "rollout.agent is not set")
-            for key in ("rows", "tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
+        (
+            "agent",
+            "rows tool_parser reasoning_parser host port max_body_bytes",
+            rollout.agent is None,
+            "rollout.agent is not set",
         ),
-        *(
-            ("agent", key, not isinstance(rollout.agent, tuple), "rollout.agent is no command line")
-            for key in ("max_commands", "max_output_bytes")
+        (
+            "agent",
+            "max_commands max_output_bytes",
+            not isinstance(rollout.agent, tuple),
+            "rollout.agent is no command line",
         ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
@@ -88,20 +96,19 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("sync", "prove_every", not traits.scores_tokens, f"{engine} does not score given tokens"),
         ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
-        *(
-            ("kl", key, config.kl.coef == 0, "kl.coef=0 makes no use of it")
-            for key in ("estimator", "ratio", "clip", "where")
-        ),
+        ("kl", "estimator ratio clip where", config.kl.coef == 0, "kl.coef=0 makes no use of it"),
         (
             "kl",
             "teacher",
             config.kl.coef == 0 and "reference" not in needs(config.loss.name),
             "neither kl.coef nor the loss makes use of it",
         ),
-        *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
-        *(
-            ("kl", key, config.kl.coef > 0 and config.kl.estimator != "k3_is", "only kl.estimator=k3_is is weighted")
-            for key in ("ratio", "clip")
+        ("kl", "target horizon", config.kl.controller == "fixed", "kl.controller=fixed"),
+        (
+            "kl",
+            "ratio clip",
+            config.kl.coef > 0 and config.kl.estimator != "k3_is",
+            "only kl.estimator=k3_is is weighted",
         ),
         (
             "loss",
@@ -109,10 +116,7 @@ def idle_settings(config: Config) -> Iterator[str]:
             config.loss.entropy_coef > 0 or "entropy" in needs(config.loss.name),
             "the loss needs the entropy anyway",
         ),
-        *(
-            ("optimizer", key, config.optimizer.schedule == "constant", "optimizer.schedule=constant")
-            for key in ("min_lr", "decay_steps")
-        ),
+        ("optimizer", "min_lr decay_steps", config.optimizer.schedule == "constant", "optimizer.schedule=constant"),
         (
             "optimizer",
             "final_steps",
@@ -127,24 +131,9 @@ def idle_settings(config: Config) -> Iterator[str]:
             config.batch.zero_variance == "keep" and config.batch.overlong != "drop",
             "nothing is dropped, so nothing is refilled",
         ),
-        (
-            "advantage",
-            "normalize_std",
-            not advantage.scales,
-            f"advantage.name={config.advantage.name} has no such choice",
-        ),
-        (
-            "advantage",
-            "lone_sample",
-            advantage.lone is None,
-            f"advantage.name={config.advantage.name} has no such choice",
-        ),
-        (
-            "advantage",
-            "turn_discount",
-            advantage.level != "turn",
-            f"advantage.name={config.advantage.name} has no such choice",
-        ),
+        ("advantage", "normalize_std", not advantage.scales, no_choice),
+        ("advantage", "lone_sample", advantage.lone is None, no_choice),
+        ("advantage", "turn_discount", advantage.level != "turn", no_choice),
         (
             "advantage",
             "name",
@@ -164,9 +153,10 @@ def idle_settings(config: Config) -> Iterator[str]:
             "no rule has a target_reject_rate",
         ),
     ]
-    for section, key, idle_now, reason in idle:
-        if idle_now and key in getattr(config, section).model_fields_set:
-            yield f"{section}.{key} has no effect: {reason}"
+    for section, keys, idle_now, reason in idle:
+        for key in keys.split() if idle_now else ():
+            if key in getattr(config, section).model_fields_set:
+                yield f"{section}.{key} has no effect: {reason}"
     noise = config.learner.layer_noise
     if not noise.sigma and "sigma_lr" in noise.model_fields_set:
         yield "learner.layer_noise.sigma_lr has no effect: learner.layer_noise.sigma=0"

@@ -91,8 +91,13 @@ def resolve(path: str | Path, overrides: Sequence[str] = (), *, here: FurtherChe
             continue
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources |= dict.fromkeys(_leaves(value, key), "override")
-    problems += _interpolations(data)
-    undecided = [key for key in _leaves(data) if _value_at(data, key) == UNSET]
+    leaves = _leaves(data)
+    problems += [
+        Problem(key, "interpolation is not supported", got=repr(value), expected="the value itself")
+        for key, value in leaves.items()
+        if isinstance(value, str) and "${" in value
+    ]
+    undecided = [key for key, value in leaves.items() if value == UNSET]
     problems += _undecided(undecided)
     where = str(path) + (" with overrides" if overrides else "")
     try:
@@ -281,11 +286,13 @@ def _container(path: str) -> Any:
     return [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in default]
 
 
-def _leaves(data: Any, prefix: str = "") -> list[str]:
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
-    if not items:
-        return [prefix] if prefix else []
-    return [leaf for key, value in items for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+def _leaves(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key; the elements of a list are numbered. What is empty is a leaf itself."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    if not data or not items:
+        return {prefix: data} if prefix else {}
+    inner = (_leaves(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in items)
+    return {key: value for leaves in inner for key, value in leaves.items()}
 
 
 def _undecided(keys: Sequence[str]) -> list[Problem]:
@@ -300,18 +307,3 @@ def _undecided(keys: Sequence[str]) -> list[Problem]:
 def _decided(problems: Sequence[Problem], undecided: Sequence[str]) -> list[Problem]:
     """The problems of settings that somebody has decided."""
     return [problem for problem in problems if problem.key not in undecided]
-
-
-def _value_at(data: Any, key: str) -> Any:
-    for part in key.split("."):
-        data = data[int(part)] if isinstance(data, list) else data[part]
-    return data
-
-
-def _interpolations(data: Any, prefix: str = "") -> list[Problem]:
-    if isinstance(data, str) and "${" in data:
-        return [Problem(prefix, "interpolation is not supported", got=repr(data), expected="the value itself")]
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [
-        problem for key, value in items for problem in _interpolations(value, f"{prefix}.{key}" if prefix else str(key))
-    ]

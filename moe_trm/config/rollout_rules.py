@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import (
@@ -29,17 +29,22 @@ def refusals(config: Config) -> list[Problem]:
     ]
 
 
-def _teacher(kl: KlConfig, rollout: RolloutConfig, keeps_masks: bool) -> Iterator[Problem]:
-    if not kl.teacher:
-        return
-    if (clear := in_the_clear(kl.teacher)) and not rollout.trusted_network:
+def _trusted(rollout: RolloutConfig, servers: str, clear: Sequence[str]) -> Iterator[Problem]:
+    """`clear`: addresses of `servers` to which the key is sent without encryption."""
+    if clear and not rollout.trusted_network:
         yield Problem(
             "rollout.trusted_network",
-            "the key of the teacher's servers would cross a network in the clear",
+            f"the key of {servers} would cross a network in the clear",
             got=", ".join(clear),
             expected="addresses of this machine, https://, or a network that nobody else listens on",
             fix="set rollout.trusted_network=true if it is such a network; else give the servers certificates",
         )
+
+
+def _teacher(kl: KlConfig, rollout: RolloutConfig, keeps_masks: bool) -> Iterator[Problem]:
+    if not kl.teacher:
+        return
+    yield from _trusted(rollout, "the teacher's servers", in_the_clear(kl.teacher))
     if keeps_masks:
         yield Problem(
             "sampling_mask.mode",
@@ -79,14 +84,7 @@ def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sy
             got=rollout.url,
             expected="one of the two keys",
         )
-    if rollout.in_the_clear and not rollout.trusted_network:
-        yield Problem(
-            "rollout.trusted_network",
-            "the key of the rollout servers would cross a network in the clear",
-            got=", ".join(rollout.in_the_clear),
-            expected="addresses of this machine, https://, or a network that nobody else listens on",
-            fix="set rollout.trusted_network=true if it is such a network; else give the servers certificates",
-        )
+    yield from _trusted(rollout, "the rollout servers", rollout.in_the_clear)
     asked = [rollout.router] if rollout.router else [*rollout.addresses]
     if rollout.intake_processes and (other := [url for url in asked if not url.startswith("http://")]):
         yield Problem(

@@ -34,11 +34,9 @@ def refusals(config: Config) -> Iterator[Problem]:
 def idle(
     pipeline: PipelineConfig, rollout: RolloutConfig, learner: LearnerConfig
 ) -> Iterator[tuple[str, str, bool, str]]:
-    """Rows of the table of idle settings: section, key, whether it is idle, and why."""
-    reuse = ("max_uses", "reuse_tau", "reuse_priority", "reuse_correction")
-    yield from (
-        ("pipeline", key, not pipeline.reuse_groups, "pipeline.reuse_groups=0 uses nothing again") for key in reuse
-    )
+    """Rows of the table of idle settings: section, keys, whether they are idle, and why."""
+    reuse = "max_uses reuse_tau reuse_priority reuse_correction"
+    yield "pipeline", reuse, not pipeline.reuse_groups, "pipeline.reuse_groups=0 uses nothing again"
     yield "pipeline", "stream", learner.minibatches == 1, "learner.minibatches=1: the batch is one minibatch"
     yield "pipeline", "proximal_decay", pipeline.proximal == "start", "pipeline.proximal=start averages nothing"
     yield "pipeline", "rolling_push", len(rollout.urls) < 2, "one server has no other to take turns with"

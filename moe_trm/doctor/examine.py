@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached, known_difference
 from moe_trm.errors import MoeTrmError
 from moe_trm.probe.pooled import PooledTokens, pooled
+from moe_trm.report.run import Row
 from moe_trm.rollout.agents.continuity import cut, situations
 from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.step.objective import Objective
@@ -192,7 +193,7 @@ def _push(sync: SyncConfig, rollout: RolloutConfig) -> Check:
     return Check("weight push", "warn", "not verified", "sync.verify=true")
 
 
-def _use(seen: Mapping[str, float]) -> Check:
+def _use(seen: Row) -> Check:
     """The proof by use. Where it fails, the probe's run does, and says why."""
     learner = seen.get("weights/learner_gap")
     scored = "" if learner is None else f", and its prefill differs from the learner by {learner:.2g}"
@@ -200,8 +201,7 @@ def _use(seen: Mapping[str, float]) -> Check:
     return Check("proof by use", "ok", says)
 
 
-def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:
-    assert isinstance(seen, dict)
+def _requests(seen: Row, num_tokens: int) -> Check:
     issued, rejected = seen.get("ledger/issued", 0.0), seen.get("ledger/rejected", 0.0)
     reasons = {name.split("/")[-1]: n for name, n in seen.items() if name.startswith("records/rejected/")}
     told = "; rejected: " + ", ".join(f"{n:.0f} {reason}" for reason, n in reasons.items()) if reasons else ""
@@ -213,8 +213,7 @@ def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:
     )
 
 
-def _truncation(rollout: RolloutConfig, keeps_masks: bool, seen: dict[str, float] | object) -> Check:
-    assert isinstance(seen, dict)
+def _truncation(rollout: RolloutConfig, keeps_masks: bool, seen: Row) -> Check:
     truncates = rollout.truncates
     if keeps_masks:
         mass = seen.get("probe/kept_mass_mean")

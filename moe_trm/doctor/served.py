@@ -33,7 +33,7 @@ def attached(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
         return
     for url in rollout.addresses:
         for what, look in (("tokenizer", _tokenizer), ("model", _geometry)):
-            yield attempt(f"{what} of {url}", partial(_looked, rollout, checkpoint, url, look))
+            yield attempt(f"{what} of {url}", partial(asyncio.run, _looked(rollout, checkpoint, url, look)))
 
 
 def known_difference(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
@@ -43,11 +43,7 @@ def known_difference(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]
             yield Check("served model", "warn", remark, "docs/models.md says how far log-probs are apart")
 
 
-def _looked(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
-    return asyncio.run(_with(rollout, checkpoint, url, look))
-
-
-async def _with(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
+async def _looked(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
     async with EngineHttp(url, api_key_for(rollout), timeout_s=20.0, max_attempts=1) as http:
         found: Check = await look(backend_of(rollout.engine), checkpoint, http)
         return found

@@ -45,16 +45,16 @@ class Comparison:
         if len(self.pairs) < LEAST_PAIRS:
             seeds = "1 seed" if len(self.pairs) == 1 else f"{len(self.pairs)} seeds"
             return f"no claim is possible with {seeds}: at least {LEAST_PAIRS} are needed"
-        failed = [f"{len(arm.failed)} of {len(arm.states)} runs of {arm.name}" for arm in self._arms if arm.failed]
+        failed = [
+            f"{len(arm.failed)} of {len(arm.states)} runs of {arm.name}"
+            for arm in (self.first, self.other)
+            if arm.failed
+        ]
         apart = f", of the finished runs alone: {' and '.join(failed)} failed" if failed else ""
         if self.difference.holds_zero:
             return f"not shown: the interval holds 0{apart}"
         higher = self.other.name if self.difference.mean > 0 else self.first.name
         return f"higher in {higher}: the interval leaves 0 out{apart}"
-
-    @property
-    def _arms(self) -> tuple[Arm, Arm]:
-        return self.first, self.other
 
     @property
     def told(self) -> str:
@@ -101,8 +101,7 @@ def conclusions(arms: Sequence[Arm], against: str, primary_metric: str) -> list[
 def _comparison(measure: Measure, first: Arm, other: Arm) -> Comparison | None:
     seeds = sorted(first.runs.keys() & other.runs.keys())
     runs = [arm.runs[seed] for arm in (first, other) for seed in seeds]
-    metric = next((name for name in measure.metrics if runs and all(run.series(name) for run in runs)), None)
-    read = reader(runs, metric, at_end=measure.at_end) if metric else None
+    read = reader(runs, measure)
     if read is None:
         return None
     when, value = read

@@ -13,9 +13,9 @@ from moe_trm.experiment.comparison import LEAST_PAIRS, conclusions
 from moe_trm.experiment.plan import ExperimentPlan
 from moe_trm.experiment.tables import Table, tables
 from moe_trm.report import draw
-from moe_trm.report.cards import COLOURS, Cards
+from moe_trm.report.cards import COLOURS, Cards, framed, legend
 from moe_trm.report.draw import Series
-from moe_trm.report.html import document, number, text
+from moe_trm.report.html import document, text
 from moe_trm.report.run import Run
 
 PAGE, TABLE = "report.html", "table.md"
@@ -84,9 +84,12 @@ def render(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made
         f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>',
         drawn,
         *(table.html() for table in made),
-        *_every_chart(cards),
     ]
-    return document(plan.file.name, "\n".join(part for part in body if part), _data(plan, means, cards))
+    if cards is not None:
+        every = "<details><summary>Every chart of a report, of the means over seeds</summary>"
+        body += [every, *cards.sections(), "</details>"]
+    data = cards.data({curve.metric for curve in _wanted(plan)}) if cards is not None else {"runs": []}
+    return document(plan.file.name, "\n".join(part for part in body if part), data)
 
 
 def _curves(plan: ExperimentPlan, arms: Sequence[Arm], means: Sequence[Run]) -> str:
@@ -103,50 +106,12 @@ def _curves(plan: ExperimentPlan, arms: Sequence[Arm], means: Sequence[Run]) -> 
         ]
         if any(each.finite for each in series):
             drawing = draw.lines(curve.title, series, steps, log=curve.log, floor=False)
-            cards.append(
-                f'<figure class="card"><figcaption><h3>{escape(curve.title)}</h3><p class="note">{escape(curve.note)}'
-                f"</p></figcaption>{_legend(series)}{drawing}</figure>"
-            )
+            cards.append(framed(curve.title, curve.note, legend(series) + drawing))
     note = "Means over finished runs, at the steps that all runs of an arm have; areas are 95% intervals over seeds."
     return f'<section><h2>Curves</h2><p class="note">{note}</p><div class="cards">{"".join(cards)}</div></section>'
-
-
-def _legend(series: Sequence[Series]) -> str:
-    items = "".join(
-        f'<li><i class="f{each.colour}{draw.dashes(each.run)}"></i>{escape(each.label)} '
-        f"<b>{number(each.points[-1][1])}</b></li>"
-        for each in series
-    )
-    return f'<ul class="legend">{items}</ul>'
 
 
 def _wanted(plan: ExperimentPlan) -> Sequence[Curve]:
     primary = plan.file.primary_metric
     first = Curve(primary, "The primary metric.", primary, log=any(c.log for c in CURVES if c.metric == primary))
     return [first, *(curve for curve in CURVES if curve.metric != primary)]
-
-
-def _every_chart(cards: Cards | None) -> Sequence[str]:
-    """The charts of an ordinary report, of the means."""
-    if cards is None:
-        return []
-    return [
-        "<details><summary>Every chart of a report, of the means over seeds</summary>",
-        *cards.sections(),
-        "</details>",
-    ]
-
-
-def _data(plan: ExperimentPlan, means: Sequence[Run], cards: Cards | None) -> Mapping[str, Any]:
-    """Every number that is drawn, as `Cards.data` has them, with those of the curves."""
-    shown = {curve.metric for curve in _wanted(plan)}
-    documents: list[dict[str, Any]] = []
-    drawn: Any = cards.data()["runs"] if cards is not None else []
-    for run, known in zip(means, drawn, strict=True):
-        own = {
-            name: {"steps": [step for step, _ in points], "values": [value for _, value in points]}
-            for name in sorted(shown)
-            if (points := run.series(name))
-        }
-        documents.append({"name": run.name, "metrics": {**known["metrics"], **own}})
-    return {"runs": documents}

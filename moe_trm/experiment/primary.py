@@ -13,8 +13,8 @@ from moe_trm.report.conclusion import MEASURES, Measure
 
 def measure_of(metric: str) -> Measure:
     """The comparison of a metric: an evaluation by its last value, what every step measures by its last steps."""
-    known = next((measure for measure in MEASURES if measure.metrics == (metric,)), None)
-    return known or Measure(metric, (metric,), at_end=metric.startswith("eval/"))
+    known = next((measure for measure in MEASURES if measure.metric == metric), None)
+    return known or Measure(metric, metric, at_end=metric.startswith("eval/"))
 
 
 def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> Problem | None:

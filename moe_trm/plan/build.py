@@ -194,8 +194,8 @@ class Work:
         batches = self.assumptions.lengths.batches(STEPS, max(1, round(samples * share)))
         few = replace(fleet, servers=round(fleet.servers * share), in_flight=max(1.0, fleet.in_flight * share))
         operations = training_operations(model, self.hf, config, self.context)
-        changed = _with_pipeline(config, mode)
-        own, with_older = (training_operations(model, self.hf, changed, self.context, n) for n in (0.0, 1.0))
+        other = changed(config, "pipeline", **mode.settings)
+        own, with_older = (training_operations(model, self.hf, other, self.context, n) for n in (0.0, 1.0))
         sends = config.sync.method == "distributed"
         return simulate(
             batches,
@@ -295,16 +295,9 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else quote(str(value))
 
 
-def _with_pipeline(config: Config, mode: Mode) -> Config:
-    update = {
-        "mode": mode.mode,
-        "max_staleness": mode.staleness,
-        "partial": mode.partial,
-        "push_every": mode.push_every,
-        "rolling_push": mode.rolling,
-        "stream": mode.parts > 1,
-    }
-    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=update)})
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """`config` with other values in one section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _wire(

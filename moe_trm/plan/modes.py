@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_trm.config.schema import PipelineConfig
 from moe_trm.plan.simulate import SimulatedSchedule
@@ -24,6 +24,18 @@ class Mode(NamedTuple):
         parts = minibatches if pipeline.stream else 1
         rolling = pipeline.rolling_push and pipeline.mode != "sync"
         return cls(pipeline.mode, pipeline.staleness_limit, pipeline.partial, pipeline.push_every, rolling, parts)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As keys of `pipeline`."""
+        return {
+            "mode": self.mode,
+            "max_staleness": self.staleness,
+            "partial": self.partial,
+            "push_every": self.push_every,
+            "rolling_push": self.rolling,
+            "stream": self.parts > 1,
+        }
 
     @property
     def label(self) -> str:

@@ -135,11 +135,6 @@ class Model:
         """Parameters of the MTP layers."""
         return sum(part.elements for part in self.prediction)
 
-    @property
-    def prediction_active(self) -> int:
-        """Parameters of the MTP layers that one token meets."""
-        return sum(part.active for part in self.prediction)
-
     @cached_property
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """Total and active parameters of each kind that the model has."""

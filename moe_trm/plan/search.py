@@ -15,7 +15,7 @@ from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.megatron.stages import balanced
 from moe_trm.models.hf_config import moe_layers, num_experts
 from moe_trm.models.registry import family_of
-from moe_trm.plan.build import Plan, Simulated, Work, build
+from moe_trm.plan.build import Plan, Simulated, Work, build, changed
 from moe_trm.plan.candidates import Judged, judge
 from moe_trm.plan.cluster import SERVER_SHARE, Cluster, serving
 from moe_trm.plan.kept import BYTES, keeps_scores
@@ -66,14 +66,14 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
     """
     model = work.model(config)
     if family_of(work.hf, work.where).not_in_megatron:
-        config = _changed(config, "learner", backend="deepspeed")
+        config = changed(config, "learner", backend="deepspeed")
     config = _with_micro_batches(config, work)
     shortest: list[tuple[float, Config, Cluster]] = []
     lacking: list[str] = []
     for colocate, gpus, split in _splits(cluster, server_nodes):
-        changed = _changed(config, "rollout", colocate=colocate)
+        shared = changed(config, "rollout", colocate=colocate)
         mode = Mode("sync", 0, "wait") if colocate else Mode("async", 1, "interrupt")
-        found = _best(_with_mode(changed, mode), model, work, split, gpus)
+        found = _best(_with_mode(shared, mode), model, work, split, gpus)
         if isinstance(found, str):
             lacking.append(found)
             continue
@@ -105,29 +105,16 @@ def _scheduled(plan: Plan) -> Plan:
 
 
 def _with_mode(config: Config, mode: Mode) -> Config:
-    config = _changed(
-        config,
-        "pipeline",
-        mode=mode.mode,
-        max_staleness=mode.staleness,
-        partial=mode.partial,
-        push_every=mode.push_every,
-        rolling_push=mode.rolling,
-        stream=mode.parts > 1,
-    )
+    config = changed(config, "pipeline", **mode.settings)
     interrupts = mode.partial == "interrupt" and config.sync.method == "distributed"
-    return _changed(config, "sync", method="disk") if interrupts else config
-
-
-def _changed(config: Config, section: str, **values: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+    return changed(config, "sync", method="disk") if interrupts else config
 
 
 def _with_micro_batches(config: Config, work: Work) -> Config:
     """`config` with a micro-batch that holds the longest sample, where it says nothing of micro-batches."""
     if config.learner.micro_batch_rows or config.learner.micro_batch_tokens:
         return config
-    return _changed(config, "learner", micro_batch_tokens=_longest(config, work))
+    return changed(config, "learner", micro_batch_tokens=_longest(config, work))
 
 
 def _longest(config: Config, work: Work) -> int:
@@ -156,7 +143,7 @@ def _best(
 
     Where both sides share all GPUs there is another one, with the time of sampling in the order.
     """
-    wanted = _changed(config, "rollout", server=config.rollout.server.model_copy(update={"tensor_parallel": gpus or 1}))
+    wanted = changed(config, "rollout", server=config.rollout.server.model_copy(update={"tensor_parallel": gpus or 1}))
     serve_gpus, ranks = cluster.split(wanted.rollout)
     if not config.rollout.colocate and with_servers(config, model, work, cluster, serve_gpus, gpus, 0.0) is None:
         return f"{serve_gpus} GPUs hold no server ({2 * model.total() / 1e9:,.0f} GB of weights)"
@@ -223,7 +210,7 @@ def _learners(
     def working(tensor: int, context: int, recompute: str) -> tuple[float, float]:
         """Bytes that all layers keep, and those of a layer at work; a tenth less, as stages differ."""
         parallel = ParallelConfig(tensor=tensor, context=context)
-        learner = _changed(config, "learner", parallel=parallel, recompute=recompute).learner
+        learner = changed(config, "learner", parallel=parallel, recompute=recompute).learner
         own = hf, learner, numbers, load.tokens / context
         return 0.9 * activations(*own, 1, load.rows), 0.9 * layer_work(*own, load.rows)
 
@@ -246,7 +233,7 @@ def _learners(
                 beside = 2 * model.total() / WIDEST + (1 - SERVER_SHARE) * room if config.rollout.colocate else 0.0
                 kept, again = working(parallel.tensor, parallel.context, recompute)
                 bound += max(beside, kept * flight / parallel.pipeline + again)
-            yield bound, resident, _changed(config, "learner", **learner)
+            yield bound, resident, changed(config, "learner", **learner)
 
 
 def layouts(config: Config, hf: Any, ranks: int, node_gpus: int) -> Iterator[tuple[ParallelConfig, int | None]]:
@@ -311,4 +298,4 @@ def with_servers(
     own = best[1]
     server = config.rollout.server.model_copy(update=own)
     concurrency = gpus // own["tensor_parallel"] * own["max_running_requests"]
-    return best[0], _changed(config, "rollout", server=server, concurrency=concurrency)
+    return best[0], changed(config, "rollout", server=server, concurrency=concurrency)

@@ -66,12 +66,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
     timelines = [
         {
-            "mode": found.mode.mode,
-            "max_staleness": found.mode.staleness,
-            "partial": found.mode.partial,
-            "push_every": found.mode.push_every,
-            "rolling_push": found.mode.rolling,
-            "stream": found.mode.parts > 1,
+            **found.mode.settings,
             "step_s": found.timeline.step_s,
             "learner_idle": found.timeline.learner_idle,
             "server_idle": found.timeline.server_idle,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from moe_trm.probe.pooled import Interval
+from moe_trm.report.scale import Scale
 
 WIDTH, HEIGHT = 960, 360
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
@@ -31,13 +31,12 @@ class Panel:
     bottom: float = 300
 
     def x(self, value: float) -> float:
-        return self.left + (self.right - self.left) * value / self.x_max
+        return Scale(0, self.x_max, self.left, self.right)(value)
 
     def y(self, value: float) -> float:
-        low, high, at = self.y_min, self.y_max, min(max(value, self.y_min), self.y_max)
-        if self.log:
-            low, high, at = math.log10(low), math.log10(high), math.log10(at)
-        return self.bottom - (self.bottom - self.top) * (at - low) / (high - low)
+        """What lies outside is drawn at the border."""
+        scale = Scale(self.y_min, self.y_max, self.bottom, self.top, self.log)
+        return scale(min(max(value, self.y_min), self.y_max))
 
     def frame(self, title: str, ticks: Sequence[tuple[float, str]]) -> list[str]:
         """Title and horizontal grid with labels."""

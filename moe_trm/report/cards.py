@@ -10,7 +10,7 @@ from moe_trm.report.charts import SECTIONS, Chart, shown
 from moe_trm.report.draw import Series
 from moe_trm.report.html import number
 from moe_trm.report.run import Run
-from moe_trm.report.summary import tiles
+from moe_trm.report.summary import TILES
 
 COLOURS = 8
 
@@ -20,19 +20,23 @@ class Cards:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
+        self._names = [run.name for run in runs] if len(runs) > 1 else []
         self._shown: set[str] = set()
         self._steps = (min(int(run.rows[0]["step"]) for run in runs), max(run.last_step for run in runs))
         self._known = sorted({name for run in runs for name in run.metrics()})
 
-    def data(self) -> Mapping[str, object]:
-        """Every number that is drawn: by run and metric, steps and values as they stand in `metrics.jsonl`."""
+    def data(self, also: Iterable[str] = ()) -> Mapping[str, object]:
+        """Every number that is drawn: by run and metric, steps and values as they stand in `metrics.jsonl`.
+
+        `also`: metrics that are drawn elsewhere on the page.
+        """
         return {
             "runs": [
                 {
                     "name": run.name,
                     "metrics": {
                         name: {"steps": [step for step, _ in points], "values": [value for _, value in points]}
-                        for name in sorted(self._shown)
+                        for name in sorted(self._shown.union(also))
                         if (points := run.series(name))
                     },
                 }
@@ -43,7 +47,7 @@ class Cards:
     def tiles(self) -> str:
         """The few figures to look at first."""
         cards = []
-        for tile in tiles():
+        for tile in TILES:
             lines = []
             for run in self._runs:
                 name = next((metric for metric in tile.metrics if run.series(metric)), None)
@@ -119,7 +123,9 @@ class Cards:
         self._shown |= {each.metric for each in series} | {f"{each.metric}_se" for each in series if each.reach}
         if chart.kind == "lines":
             drawing = draw.lines(chart.title, series, self._steps, log=chart.log, floor=chart.floor)
-            return self._frame(chart, self._legend(series) + drawing, _left_out(series, log=chart.log))
+            return framed(
+                chart.title, chart.note, legend(series, self._names) + drawing, _left_out(series, log=chart.log)
+            )
         parts = []
         for place, run in enumerate(self._runs):
             own = [each for each in series if each.run == place]
@@ -128,26 +134,8 @@ class Cards:
                 if chart.kind == "heat":
                     parts.append(self._shades(chart, own) + draw.heat(chart.title, own, self._steps, chart.top))
                 else:
-                    parts.append(self._legend(own) + draw.stack(chart.title, own, self._steps))
-        return self._frame(chart, "".join(parts), _left_out(series, log=False))
-
-    def _frame(self, chart: Chart, content: str, remark: str = "") -> str:
-        note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-        return (
-            '<figure class="card"><figcaption>'
-            f"<h3>{escape(chart.title)}</h3>{note}</figcaption>{content}{remark}</figure>"
-        )
-
-    def _legend(self, series: Sequence[Series]) -> str:
-        items = []
-        for each in series:
-            last = each.points[-1][1]
-            whose = f" {escape(self._runs[each.run].name)}" if len(self._runs) > 1 else ""
-            dashed = draw.dashes(each.run)
-            items.append(
-                f'<li><i class="f{each.colour}{dashed}"></i>{escape(each.label)}{whose} <b>{number(last)}</b></li>'
-            )
-        return f'<ul class="legend">{"".join(items)}</ul>'
+                    parts.append(legend(own, self._names) + draw.stack(chart.title, own, self._steps))
+        return framed(chart.title, chart.note, "".join(parts), _left_out(series, log=False))
 
     def _shades(self, chart: Chart, rows: Sequence[Series]) -> str:
         most = max((value for each in rows for _, value in each.finite), default=1.0)
@@ -162,14 +150,30 @@ class Cards:
             if run.series(name)
         ]
         if not bars:
-            return self._frame(chart, f'<p class="quiet">{escape(chart.nothing)}</p>')
+            return framed(chart.title, chart.note, f'<p class="quiet">{escape(chart.nothing)}</p>')
         most = max(value for *_, value in bars) or 1.0
         rows = "".join(
             f'<tr><th scope="row">{escape(label)}{" " + escape(run.name) if len(self._runs) > 1 else ""}</th>'
             f'<td>{number(value)}</td><td class="bar"><i style="width:{100 * value / most:.1f}%"></i></td></tr>'
             for run, _, label, value in bars
         )
-        return self._frame(chart, f'<table class="bars">{rows}</table>')
+        return framed(chart.title, chart.note, f'<table class="bars">{rows}</table>')
+
+
+def framed(title: str, note: str, content: str, remark: str = "") -> str:
+    """A card around a drawing."""
+    about = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<figure class="card"><figcaption><h3>{escape(title)}</h3>{about}</figcaption>{content}{remark}</figure>'
+
+
+def legend(series: Sequence[Series], names: Sequence[str] = ()) -> str:
+    """The last value of every curve, with its run's name where there are `names`."""
+    items = "".join(
+        f'<li><i class="f{each.colour}{draw.dashes(each.run)}"></i>{escape(each.label)}'
+        f"{f' {escape(names[each.run])}' if names else ''} <b>{number(each.points[-1][1])}</b></li>"
+        for each in series
+    )
+    return f'<ul class="legend">{items}</ul>'
 
 
 def _reach(run: Run, metric: str) -> list[tuple[int, float, float]]:

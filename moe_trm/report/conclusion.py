@@ -40,24 +40,24 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure by which runs are compared: the first of `metrics` that every run has, called `words` in sentences.
+    """A metric by which runs are compared, called `words` in sentences.
 
     `at_end`: the value of the last common step; else the mean over the last common `LAST_STEPS` steps.
     """
 
     words: str
-    metrics: tuple[str, ...]
+    metric: str
     at_end: bool = False
 
 
 MEASURES = (
-    Measure("accuracy of greedy answers (eval/accuracy)", ("eval/accuracy",), at_end=True),
-    Measure("mean reward of greedy answers (eval/reward)", ("eval/reward",), at_end=True),
-    Measure("reward of the samples (reward/mean)", ("reward/mean",)),
-    Measure("mismatch of the engines (engine/k3_kl, nats)", ("engine/k3_kl",)),
-    Measure("answer length (response/length_mean, tokens)", ("response/length_mean",)),
-    Measure("tokens kept (correction/kept_fraction)", ("correction/kept_fraction",)),
-    Measure("seconds of a step (time/step_s)", ("time/step_s",)),
+    Measure("accuracy of greedy answers (eval/accuracy)", "eval/accuracy", at_end=True),
+    Measure("mean reward of greedy answers (eval/reward)", "eval/reward", at_end=True),
+    Measure("reward of the samples (reward/mean)", "reward/mean"),
+    Measure("mismatch of the engines (engine/k3_kl, nats)", "engine/k3_kl"),
+    Measure("answer length (response/length_mean, tokens)", "response/length_mean"),
+    Measure("tokens kept (correction/kept_fraction)", "correction/kept_fraction"),
+    Measure("seconds of a step (time/step_s)", "time/step_s"),
 )
 
 
@@ -124,11 +124,9 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     found = configurations(runs)
     told = []
     for measure in MEASURES:
-        metric = next((name for name in measure.metrics if all(run.series(name) for run in runs)), None)
-        if metric is None or (read := reader(runs, metric, at_end=measure.at_end)) is None:
-            continue
-        when, value = read
-        told += [_difference(measure, when, found[0], other, value) for other in found[1:]]
+        if (read := reader(runs, measure)) is not None:
+            when, value = read
+            told += [_difference(measure, when, found[0], other, value) for other in found[1:]]
     return told
 
 
@@ -136,29 +134,26 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     """The conclusion in words: the first measure of every configuration, or why there is none."""
     found = configurations(runs)
     if len(found) == 1:
-        return [
-            f"These {len(runs)} runs have the same settings apart from the seed. {spread}" for spread in _spread(runs)
-        ]
+        return [f"These {len(runs)} runs have the same settings apart from the seed. {_spread(runs)}"]
     told = differences(runs)
     if not told:
         return ["These runs have no measure in common at a common step, so nothing can be concluded."]
     return [each.sentence for each in told if each.measure is told[0].measure]
 
 
-def _spread(runs: Sequence[Run]) -> list[str]:
+def _spread(runs: Sequence[Run]) -> str:
     """The mean over runs of one configuration, with its interval."""
     for measure in MEASURES:
-        metric = next((name for name in measure.metrics if all(run.series(name) for run in runs)), None)
-        read = reader(runs, metric, at_end=measure.at_end) if metric else None
+        read = reader(runs, measure)
         if read is None:
             continue
         values = _by_seed(runs, read[1])
         interval = around_mean(values)
         if interval is None:
-            return [f"{read[0]}, {measure.words}: {short(values[0])}. They share one seed, so there is no interval."]
+            return f"{read[0]}, {measure.words}: {short(values[0])}. They share one seed, so there is no interval."
         low, high = interval
-        return [f"{read[0]}, {measure.words}: {short(mean(values))}, 95% interval {short(low)} to {short(high)}."]
-    return ["They have no measure in common at a common step."]
+        return f"{read[0]}, {measure.words}: {short(mean(values))}, 95% interval {short(low)} to {short(high)}."
+    return "They have no measure in common at a common step."
 
 
 def _difference(
@@ -182,15 +177,19 @@ def _by_seed(runs: Sequence[Run], value: Callable[[Run], float]) -> list[float]:
     return [mean(values) for values in found.values()]
 
 
-def reader(runs: Sequence[Run], metric: str, *, at_end: bool) -> tuple[str, Callable[[Run], float]] | None:
-    """The step at which a metric is compared, and a run's value there; None without a common step of finite values."""
-    finite = [{step: value for step, value in run.series(metric) if value is not None} for run in runs]
-    common = sorted(set.intersection(*(set(values) for values in finite)))
+def reader(runs: Sequence[Run], measure: Measure) -> tuple[str, Callable[[Run], float]] | None:
+    """The steps at which runs are compared, and a run's value there; None without a common step of finite values."""
+    finite = ({step for step, value in run.series(measure.metric) if value is not None} for run in runs)
+    common = sorted(set.intersection(*finite)) if runs else []
     if not common:
         return None
-    steps = common[-1:] if at_end else common[-LAST_STEPS:]
-    when = f"After step {steps[0]}" if at_end else f"Over steps {steps[0]} to {steps[-1]}"
-    return when, lambda run: mean(value for step, value in run.series(metric) if step in steps and value is not None)
+    steps = common[-1:] if measure.at_end else common[-LAST_STEPS:]
+    when = f"After step {steps[0]}" if measure.at_end else f"Over steps {steps[0]} to {steps[-1]}"
+
+    def value(run: Run) -> float:
+        return mean(each for step, each in run.series(measure.metric) if step in steps and each is not None)
+
+    return when, value
 
 
 def _settings(run: Run) -> Mapping[str, str]:

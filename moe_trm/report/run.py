@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,18 +129,13 @@ def _rows(content: bytes) -> tuple[list[Row], list[int]]:
     """Steps in order, and the numbers of damaged lines. A last line without its end is one that is being written."""
     rows: dict[int, Row] = {}
     damaged = []
-    for number, line, ended in _lines(content):
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         row = _row(line)
         if row is not None:
             rows[row["step"]] = row
-        elif ended and line.strip():
+        elif line.endswith(b"\n") and line.strip():
             damaged.append(number)
     return [rows[step] for step in sorted(rows)], damaged
-
-
-def _lines(content: bytes) -> Iterator[tuple[int, bytes, bool]]:
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        yield number, line, line.endswith(b"\n")
 
 
 def _row(line: bytes) -> Row | None:

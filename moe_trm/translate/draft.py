@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_trm.config.load import UNSET
 from moe_trm.config.schema import Config
-from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError, UnreadError
+from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 
 
 @dataclass
@@ -44,13 +44,13 @@ class Draft:
         """The value of a setting of the input, else the other framework's default, else None.
 
         Raises:
-            UnreadError: it is set, but its value cannot be read.
+            NeedsDecisionError: it is set, but its value cannot be read.
         """
         setting = self.settings.get(key)
         if setting is None:
             return self.defaults.get(key)
         if setting.unread:
-            raise UnreadError(setting)
+            raise NeedsDecisionError(key, setting.unread)
         return setting.value
 
     def put(self, our_key: str, value: Any, *keys: str) -> None:
@@ -75,8 +75,6 @@ class Draft:
         """Set one of our settings from one of theirs, or leave it open where that cannot be read. Null says nothing."""
         try:
             value = read(self, key)
-        except UnreadError as error:
-            self.decide(key, error.setting.unread, ours)
         except NeedsDecisionError as error:
             self.decide(key, error.reason, ours)
         else:
@@ -116,31 +114,22 @@ class Draft:
         A value that cannot be read leaves all that the rule writes open, and not at any default.
         """
         before = set(self.translated)
+        given = [key for key in reads if key in self.settings]
         try:
             apply(self)
-        except UnreadError as error:
-            self._leave_open(error.setting.key, error.setting.unread, writes)
         except NeedsDecisionError as error:
-            self._leave_open(error.key, error.reason, writes)
+            # What the rule has put already stays.
+            self.to_do.pop(error.key, None)
+            self.decide(error.key, error.reason, *(ours for ours in writes if ours not in self.values))
+            for key in set(self.translated) - before:
+                self.translated[key] = [ours for ours in self.translated[key] if self.values.get(ours) != UNSET]
+                if not self.translated[key]:
+                    del self.translated[key]
+            for key in given:
+                if not self.accounted(key):
+                    self.to_do[key] = self.settings[key].unread or f"depends on {error.key}"
         else:
-            for key in reads:
-                if key in self.settings and not self.accounted(key):
-                    self.missing[key] = "no effect beside the other settings"
-            return
-        for key in set(self.translated) - before:
-            self.translated[key] = [ours for ours in self.translated[key] if self.values.get(ours) != UNSET]
-            if not self.translated[key]:
-                del self.translated[key]
-        cause = next(reversed(self.to_do))
-        for key in reads:
-            if key in self.settings and not self.accounted(key):
-                setting = self.settings[key]
-                self.to_do[key] = setting.unread or f"depends on {cause}"
-
-    def _leave_open(self, key: str, reason: str, writes: tuple[str, ...]) -> None:
-        """Leave open all that the rule has not put already."""
-        self.to_do.pop(key, None)
-        self.decide(key, reason, *(ours for ours in writes if ours not in self.values))
+            self.missing |= {key: "no effect beside the other settings" for key in given if not self.accounted(key)}
 
     def yaml(self, header: str) -> str:
         """The configuration file: our settings in the order of the schema, then what was not translated."""

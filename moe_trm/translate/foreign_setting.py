@@ -25,16 +25,8 @@ class ForeignSetting:
     unread: str = ""
 
 
-class UnreadError(Exception):
-    """A rule asked for a setting whose value cannot be read."""
-
-    def __init__(self, setting: ForeignSetting) -> None:
-        self.setting = setting
-        super().__init__(setting.key)
-
-
 class NeedsDecisionError(Exception):
-    """A setting whose meaning here somebody has to decide."""
+    """A setting that somebody has to decide: its meaning here is open, or its value cannot be read."""
 
     def __init__(self, key: str, reason: str) -> None:
         self.key, self.reason = key, reason

@@ -12,15 +12,12 @@ from moe_trm.translate.slime_correction import CORRECTION
 from moe_trm.translate.slime_run import RUN
 from moe_trm.translate.sources import flag_settings
 from moe_trm.translate.tables import Tables
-from moe_trm.translate.values import Rule
+from moe_trm.translate.values import MEGATRON_SCHEDULES, Rule, betas
 from moe_trm.translate.words import flag, integer, number, on, only, word, wordly
 
 TABLES = Tables.read("slime", (integer, number, word, flag), wordly)
 DEFAULTS = {key: (value,) for key, value in TABLES.defaults.items()}
 """Flags have tuples of words."""
-
-SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-"""Megatron's names of learning-rate schedules."""
 
 _LAYOUTS = {"thd": "packed", "bshd": "padded"}
 """Megatron's names of forwarded layouts."""
@@ -60,10 +57,7 @@ def translate(settings: Mapping[str, ForeignSetting], framework: str = "slime", 
             fix="use `moe-trm config from-verl` for verl's YAML and key=value",
         )
     draft = Draft(settings, DEFAULTS, framework, dashes="--")
-    for rule in (*TABLES.rules, *_RULES, *CORRECTION, *RUN):
-        rule.run(draft)
-    draft.list_rest(TABLES.reason_of)
-    return draft
+    return TABLES.translate(draft, (*_RULES, *CORRECTION, *RUN))
 
 
 def _method(draft: Draft) -> None:
@@ -164,17 +158,12 @@ def _precision(draft: Draft) -> None:
         draft.put("learner.transformer_engine", "on", "transformer-impl")
 
 
-def _betas(draft: Draft) -> None:
-    keys = ("adam-beta1", "adam-beta2")
-    draft.put("optimizer.betas", [number(draft, key) for key in keys], *keys)
-
-
 def _schedule(draft: Draft) -> None:
     key = "lr-decay-style"
     style = word(draft, key)
-    if style not in SCHEDULES:
+    if style not in MEGATRON_SCHEDULES:
         raise NeedsDecisionError(key, f"{style}: not a schedule of ours")
-    draft.put("optimizer.schedule", SCHEDULES[style], key)
+    draft.put("optimizer.schedule", MEGATRON_SCHEDULES[style], key)
     if "lr-decay-iters" in draft.settings:
         draft.read("optimizer.decay_steps", integer, "lr-decay-iters")
     if "lr-wsd-decay-iters" in draft.settings and style == "WSD":
@@ -203,7 +192,7 @@ _RULES: Sequence[Rule] = (
         ("learner.parallel.expert_tensor",),
         _expert_tensor,
     ),
-    Rule(("adam-beta1", "adam-beta2"), ("optimizer.betas",), _betas),
+    betas(("adam-beta1", "adam-beta2"), number),
     Rule(
         ("lr-decay-style", "lr-decay-iters", "lr-wsd-decay-iters", "lr-wsd-decay-style"),
         ("optimizer.schedule",),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import NeedsDecisionError
-from moe_trm.translate.values import Rule
-from moe_trm.translate.words import integer, number, on, word, words
+from moe_trm.translate.values import Rule, top_k
+from moe_trm.translate.words import flag, integer, number, on, word, wordly, words
 
 _TRACKERS = {"use-wandb": "wandb", "use-tensorboard": "tensorboard", "use-mlflow": "mlflow"}
 
@@ -109,12 +109,6 @@ def _tracking(draft: Draft) -> None:
         draft.miss("wandb-group", f"{group}: runs are called by `name` here")
 
 
-def _top_k(draft: Draft) -> None:
-    value = integer(draft, "rollout-top-k")
-    if value is not None:
-        draft.put("rollout.top_k", value if value > 0 else None, "rollout-top-k")
-
-
 def _length(draft: Draft) -> None:
     if "num-rollout" in draft.settings:
         draft.miss("num-epoch", "no effect with --num-rollout")
@@ -122,14 +116,9 @@ def _length(draft: Draft) -> None:
         raise NeedsDecisionError("num-epoch", "runs are counted in steps here: write train.steps")
 
 
-def _chat(draft: Draft) -> None:
-    if on(draft, "apply-chat-template"):
-        draft.put("task.chat", True, "apply-chat-template")
-
-
 RUN: Sequence[Rule] = (
     Rule(("prompt-data", "input-key"), ("task.prompts",), _task),
-    Rule(("apply-chat-template",), ("task.chat",), _chat),
+    wordly("apply-chat-template", "task.chat", flag),
     Rule(("custom-rm-path", "rm-type"), ("task.reward",), _reward),
     Rule(("custom-generate-function-path", "rollout-function-path"), ("rollout.function",), _rollout_function),
     Rule(("eval-prompt-data",), ("task.eval_sets",), _evaluation),
@@ -138,7 +127,7 @@ RUN: Sequence[Rule] = (
         ("eval.samples", "eval.temperature", "eval.top_p"),
         _sampled_evaluation,
     ),
-    Rule(("rollout-top-k",), ("rollout.top_k",), _top_k),
+    top_k("rollout-top-k", integer),
     Rule(("dynamic-sampling-filter-path", "over-sampling-batch-size"), ("batch.zero_variance",), _filtered),
     Rule(("train.py", "colocate", "partial-rollout"), ("pipeline.mode", "rollout.colocate"), _pipeline),
     Rule(("save-interval", "save"), ("checkpoint.every", "checkpoint.dir"), _saving),

@@ -41,11 +41,11 @@ def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSe
         ConfigError: the file cannot be read.
     """
     if path.suffix in (".yaml", ".yml"):
-        read = [_composed(key, value, "") for key, value in _flat(read_plain(path)).items()]
+        read = [_composed(key, value) for key, value in _flat(read_plain(path)).items()]
     else:
         read = list(_hydra_words(_words(path, _MAIN)))
     more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]
-    return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
+    return merged(read) | merged(more)
 
 
 def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
@@ -55,12 +55,11 @@ def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSe
         ConfigError: the file cannot be read.
     """
     is_yaml = path.suffix in (".yaml", ".yml")
-    read = [] if not is_yaml else [_composed(key, value, "") for key, value in read_plain(path).items()]
+    read = [] if not is_yaml else [_composed(key, value) for key, value in read_plain(path).items()]
     listed = list(_flags(_words(path, _TRL), _TRL)) if not is_yaml else []
     more = list(_flags([Word(word, 0) for word in words]))
-    return merged(read + [_single(one) for one in listed if one.key != "train.py"]) | merged(
-        [_at(_single(one), ARGUMENTS) for one in more]
-    )
+    read += [_single(one) for one in listed if one.key != "train.py"]
+    return merged(read) | merged([_single(one) for one in more])
 
 
 def _single(setting: ForeignSetting) -> ForeignSetting:
@@ -88,7 +87,7 @@ def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSet
         )
     read = list(_flags(_words(path, _TRAINER)))
     more = list(_flags([Word(word, 0) for word in words]))
-    return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
+    return merged(read) | merged(more)
 
 
 def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
@@ -129,10 +128,6 @@ def _check_starts(words: Sequence[Word], path: Path, starts: re.Pattern[str]) ->
 
 def _place(word: Word) -> str:
     return f"line {word.line}" if word.line else ARGUMENTS
-
-
-def _at(setting: ForeignSetting, place: str) -> ForeignSetting:
-    return ForeignSetting(setting.key, setting.value, place, setting.shown, setting.unread)
 
 
 def _unread(word: Word) -> str:
@@ -240,13 +235,13 @@ def _grouped(words: Sequence[Word]) -> Iterator[ForeignSetting]:
         yield ForeignSetting(name, tuple(values), _place(word), " ".join(values) or "on", unread)
 
 
-def _composed(key: str, value: Any, place: str) -> ForeignSetting:
+def _composed(key: str, value: Any) -> ForeignSetting:
     if isinstance(value, str) and "${" in value:
         reason = "an interpolation: print the configuration with `--cfg job --resolve`"
-        return ForeignSetting(key, None, place, value, reason)
+        return ForeignSetting(key, None, "", value, reason)
     if value == "???":
-        return ForeignSetting(key, None, place, "???", "it has no value yet")
-    return ForeignSetting(key, value, place, "null" if value is None else str(value))
+        return ForeignSetting(key, None, "", "???", "it has no value yet")
+    return ForeignSetting(key, value, "", "null" if value is None else str(value))
 
 
 def _flat(data: Any, prefix: str = "") -> dict[str, Any]:

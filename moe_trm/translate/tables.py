@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import ForeignSetting
 from moe_trm.translate.sources import OWN_ARGUMENTS
 from moe_trm.translate.values import Reader, Rule, undecided
@@ -44,6 +45,13 @@ class Tables:
         rules += [undecided(key, *rest) for key, rest in data.get("undecided", {}).items()]
         reasons: dict[str, Any] = {name: data[name] for name in ("never", "decide", "left") if name in data}
         return cls(framework, data["defaults"], rules, reasons, data["off"])
+
+    def translate(self, draft: Draft, rules: Sequence[Rule]) -> Draft:
+        """Run the rules of the tables, then `rules`, and list what none of them has read."""
+        for rule in (*self.rules, *rules):
+            draft.rule(rule.reads, rule.writes, rule.apply)
+        draft.list_rest(self.reason_of)
+        return draft
 
     def reason_of(self, key: str, setting: ForeignSetting) -> tuple[str, bool]:
         """The reason that no rule has read this setting, and whether somebody has to decide about it."""

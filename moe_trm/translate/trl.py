@@ -10,7 +10,7 @@ from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.sources import plain_settings
 from moe_trm.translate.tables import Tables
-from moe_trm.translate.values import Rule, choice, direct, integer, number, switch, text
+from moe_trm.translate.values import Rule, betas, choice, direct, integer, number, switch, text, top_k
 
 TABLES = Tables.read("trl", (integer, number, text), direct)
 
@@ -51,11 +51,7 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "trl") -> 
             expected="settings such as num_generations and max_completion_length",
             fix="use `moe-trm config from-verl`, `from-slime` or `from-miles` for theirs",
         )
-    draft = Draft(settings, TABLES.defaults, "trl")
-    for rule in (*TABLES.rules, *_RULES):
-        rule.run(draft)
-    draft.list_rest(TABLES.reason_of)
-    return draft
+    return TABLES.translate(Draft(settings, TABLES.defaults, "trl"), _RULES)
 
 
 def _prompts(draft: Draft) -> None:
@@ -206,11 +202,6 @@ def _precision(draft: Draft) -> None:
               "fp16" if half else "bf16")  # fmt: skip
 
 
-def _betas(draft: Draft) -> None:
-    keys = ("adam_beta1", "adam_beta2")
-    draft.put("optimizer.betas", [number(draft, key) for key in keys], *keys)
-
-
 def _warmup(draft: Draft) -> None:
     if number(draft, "warmup_ratio"):
         raise NeedsDecisionError("warmup_ratio", "a share of the run: write the steps")
@@ -218,12 +209,6 @@ def _warmup(draft: Draft) -> None:
     if steps is not None and 0 < steps < 1:
         raise NeedsDecisionError("warmup_steps", "a share of the run: write the steps")
     draft.put("optimizer.warmup_steps", integer(draft, "warmup_steps"), "warmup_steps")
-
-
-def _top_k(draft: Draft) -> None:
-    value = integer(draft, "top_k")
-    if value is not None:
-        draft.put("rollout.top_k", value if value > 0 else None, "top_k")
 
 
 def _adapters(draft: Draft) -> None:
@@ -261,11 +246,11 @@ _BATCH_KEYS = (
 )
 _RULES: Sequence[Rule] = (
     Rule(("dataset_name", "dataset_config", "dataset_train_split"), ("task.prompts",), _prompts),
-    Rule(("top_k",), ("rollout.top_k",), _top_k),
+    top_k("top_k"),
     Rule(_BATCH_KEYS, ("rollout.prompts_per_step", "learner.minibatches"), _batches),
     direct("per_device_train_batch_size", "learner.micro_batch_rows", integer),
     Rule(("max_steps", "num_train_epochs"), ("train.steps",), _steps),
-    Rule(("adam_beta1", "adam_beta2"), ("optimizer.betas",), _betas),
+    betas(("adam_beta1", "adam_beta2")),
     choice("lr_scheduler_type", "optimizer.schedule", _SCHEDULES, "not a schedule of ours"),
     Rule(("warmup_steps", "warmup_ratio"), ("optimizer.warmup_steps",), _warmup),
     Rule(

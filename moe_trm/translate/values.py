@@ -24,9 +24,6 @@ class Rule:
     writes: tuple[str, ...]
     apply: Callable[[Draft], None]
 
-    def run(self, draft: Draft) -> None:
-        draft.rule(self.reads, self.writes, self.apply)
-
 
 def number(draft: Draft, key: str) -> float | None:
     """A number, whole or not. None where it is not set."""
@@ -87,6 +84,30 @@ def choice(key: str, ours: str, choices: Mapping[Any, Any], reason: str) -> Rule
         draft.put(ours, choices[value], key)
 
     return Rule((key,), (ours,), apply)
+
+
+def top_k(key: str, read: Reader = integer) -> Rule:
+    """The bound on kept ids, which 0 and -1 switch off."""
+
+    def apply(draft: Draft) -> None:
+        value = read(draft, key)
+        if value is not None:
+            draft.put("rollout.top_k", value if value > 0 else None, key)
+
+    return Rule((key,), ("rollout.top_k",), apply)
+
+
+def betas(keys: tuple[str, str], read: Reader = number) -> Rule:
+    """Decay rates of both moments of Adam, where each has a key."""
+
+    def apply(draft: Draft) -> None:
+        draft.put("optimizer.betas", [read(draft, key) for key in keys], *keys)
+
+    return Rule(keys, ("optimizer.betas",), apply)
+
+
+MEGATRON_SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+"""Megatron's names of learning-rate schedules, which verl and slime use."""
 
 
 def undecided(key: str, reason: str, *ours: str) -> Rule:

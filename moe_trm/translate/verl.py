@@ -10,14 +10,20 @@ from moe_trm.translate.draft import Draft
 from moe_trm.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.translate.sources import hydra_settings
 from moe_trm.translate.tables import Tables
-from moe_trm.translate.values import Rule, direct, integer, number, switch, text
+from moe_trm.translate.values import (
+    MEGATRON_SCHEDULES,
+    Rule,
+    direct,
+    integer,
+    number,
+    switch,
+    text,
+    top_k,
+)
 from moe_trm.translate.verl_correction import CORRECTION, KL
 from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT
 from moe_trm.translate.verl_loss import LOSS
 from moe_trm.translate.verl_run import RUN
-
-SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-"""Megatron's names of learning-rate schedules, which slime uses too."""
 
 TABLES = Tables.read("verl", (integer, number, switch, text), direct)
 
@@ -62,10 +68,7 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "verl") ->
             fix="use `moe-trm config from-slime` or `from-miles` for lists of --flags",
         )
     draft = Draft(settings, TABLES.defaults, "verl")
-    for rule in (*TABLES.rules, *_RULES, *LOSS, *CORRECTION, *KL, *RUN):
-        rule.run(draft)
-    draft.list_rest(TABLES.reason_of)
-    return draft
+    return TABLES.translate(draft, (*_RULES, *LOSS, *CORRECTION, *KL, *RUN))
 
 
 def _base(draft: Draft) -> None:
@@ -151,13 +154,6 @@ def _layout(draft: Draft) -> None:
         draft.put("batch.layout", "packed" if switch(draft, _UNPADDED) else "padded", _UNPADDED)
 
 
-def _top_k(draft: Draft) -> None:
-    key = f"{ROLLOUT}.top_k"
-    value = integer(draft, key)
-    if value is not None:
-        draft.put("rollout.top_k", value if value > 0 else None, key)
-
-
 def _support(draft: Draft) -> None:
     """verl scores over the whole vocabulary, whatever was sampled from."""
     for key in (f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"):
@@ -184,12 +180,12 @@ def _schedule(draft: Draft) -> None:
         value = text(draft, key)
         if value is None:
             continue
-        if value not in SCHEDULES:
+        if value not in MEGATRON_SCHEDULES:
             raise NeedsDecisionError(key, f"{value}: not a schedule of ours")
-        if draft.values.get("optimizer.schedule", SCHEDULES[value]) != SCHEDULES[value]:
+        if draft.values.get("optimizer.schedule", MEGATRON_SCHEDULES[value]) != MEGATRON_SCHEDULES[value]:
             del draft.values["optimizer.schedule"]
             raise NeedsDecisionError(key, "two schedules are named")
-        draft.put("optimizer.schedule", SCHEDULES[value], key)
+        draft.put("optimizer.schedule", MEGATRON_SCHEDULES[value], key)
     if draft.values.get("optimizer.schedule") == "wsd":
         draft.read("optimizer.final_steps", integer, f"{OPTIM}.lr_wsd_decay_steps")
         if text(draft, f"{OPTIM}.lr_wsd_decay_style") not in (None, "linear"):
@@ -297,7 +293,7 @@ _RULES: Sequence[Rule] = (
     _files("data.train_files", "task.prompts"),
     _files("data.val_files", "task.eval_prompts", "task.eval_sets"),
     Rule(("data.prompt_key",), ("task.prompt_field",), _task),
-    Rule((f"{ROLLOUT}.top_k",), ("rollout.top_k",), _top_k),
+    top_k(f"{ROLLOUT}.top_k"),
     Rule((f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"), ("sampling_mask.mode",), _support),
     Rule((f"{ACTOR}.strategy",), ("learner.backend",), _strategy),
     Rule((f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"), ("optimizer.warmup_steps",), _warmup),

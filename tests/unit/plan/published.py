@@ -77,7 +77,8 @@ class Statement:
             beside = counting.prediction * model.prediction_total
             beside += counting.copied_ends * (model.embedding.elements + model.output.elements)
             return (model.total(counting.without) + beside) / BILLION
-        return (model.active(counting.without) + counting.prediction * model.prediction_active) / BILLION
+        beside = counting.prediction * sum(part.active for part in model.prediction)
+        return (model.active(counting.without) + beside) / BILLION
 
     @property
     def key(self) -> str:

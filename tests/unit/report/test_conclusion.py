@@ -77,7 +77,7 @@ def test_runs_that_differ_by_seed_alone_have_a_mean(tmp_path: Path) -> None:
 def test_runs_are_compared_at_steps_that_both_have(tmp_path: Path) -> None:
     one = make_run(tmp_path / "short", done=5, replay={"mode": "R2"})
     other = make_run(tmp_path / "long", replay={"mode": "R3"})
-    found = {each.measure.metrics[0]: each for each in differences(read(one, other))}
+    found = {each.measure.metric: each for each in differences(read(one, other))}
     assert found["eval/accuracy"].when == "After step 4"
     assert found["reward/mean"].when == "Over steps 1 to 5"
     assert found["reward/mean"].delta == 0
