@@ -19,7 +19,7 @@ from math import log
 
 import numpy as np
 
-from routing.token_agreement import EVIDENCE
+from routing.token_agreement import EVIDENCE, kl
 
 SHORTEST = 8
 """Tokens of the shortest window."""
@@ -74,8 +74,7 @@ def wrong_ends(counts: np.ndarray, slots: int, chance: float) -> list[str]:
             usual = max(2 * elsewhere, SMALLEST)
             if share < usual + chance / 4:
                 continue
-            nats = share * log(share / usual) + ((1 - share) * log((1 - share) / (1 - usual)) if share < 1 else 0.0)
-            if own[0] / slots * nats >= EVIDENCE + log(windows):
+            if own[0] / slots * float(kl(share, usual)) >= EVIDENCE + log(windows):
                 wrong.append(
                     f"the {at} {SHORTEST << place} tokens of all samples: {share:.1%} of their recorded experts are "
                     f"others, {elsewhere:.1%} elsewhere"

@@ -24,15 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from routing import token_agreement as by_token
-from routing.end_agreement import wrong_ends
+from routing.end_agreement import SMALLEST, wrong_ends
 from routing.errors import MisalignedError, ReplayProofError
 from routing.replay import ReplayReport
 from routing.sample_flips import SampleFlips, name_of
+from routing.token_agreement import EVIDENCE, kl
 
-EVIDENCE = 14.0
-"""Least `n KL(q || p)`: one in a million for each sample and layer."""
-SMALLEST = 0.02
-"""Share of lost experts that is always explained by rounding."""
 FEW = 32
 """Tokens from which a share is taken as it is."""
 NEAR = 0.2
@@ -113,7 +110,7 @@ def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | N
 
     def beyond(due: int, flipped: int, tokens: int) -> bool:
         rate = np.array(flipped / max(due, 1))
-        return bool(rate > max_flip_rate and tokens * float(_kl(rate, np.array(max_flip_rate))) >= EVIDENCE)
+        return bool(rate > max_flip_rate and tokens * float(kl(rate, np.array(max_flip_rate))) >= EVIDENCE)
 
     keys, tokens = flips.keys[flips.fresh], due.max(1)
     wrong = [
@@ -148,7 +145,7 @@ def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedE
     found = flips.by_token
     tokens, apart, expected = (int(part.sum()) for part in (found.tokens, found.apart, found.expected))
     share, usual = apart / max(tokens, 1), expected / by_token.UNIT / max(tokens, 1)
-    if not wrong and by_token.evidence(share, usual, tokens) < by_token.EVIDENCE:
+    if not wrong and by_token.evidence(share, usual, tokens) < EVIDENCE:
         return None
     ends = int((found.last[found.run > 0] == found.tokens[found.run > 0] - 1).sum())
     begins = int((found.first[found.run > 0] == 0).sum())
@@ -168,8 +165,8 @@ def _wrong_samples(flips: SampleFlips) -> list[str]:
         tokens, apart = int(found.tokens[place]), int(found.apart[place])
         usual = int(found.expected[place]) / by_token.UNIT / tokens
         nats, first, last = (int(part[place]) for part in found[3:])
-        run = nats >= by_token.EVIDENCE * by_token.UNIT
-        if run or by_token.evidence(apart / tokens, usual, tokens) >= by_token.EVIDENCE:
+        run = nats >= EVIDENCE * by_token.UNIT
+        if run or by_token.evidence(apart / tokens, usual, tokens) >= EVIDENCE:
             at = f", most of them from token {first} to {last}" if run else ""
             wrong.append((apart / tokens, f"{name_of(int(flips.keys[place]))}: {apart} of {tokens} tokens{at}"))
     return [words for _, words in sorted(wrong, reverse=True)]
@@ -181,7 +178,7 @@ def _wrong_layers(flips: SampleFlips, top_k: int, num_experts: int) -> list[str]
         apart, lost_apart = (int(number) for number in flips.apart[layer])
         tokens, lost = int(flips.due[:, layer].sum()), int(flips.lost[:, layer].sum())
         usual = by_token.clean_share(top_k, least, tokens - apart, lost - lost_apart)
-        if by_token.evidence(apart / tokens, usual, tokens) >= by_token.EVIDENCE:
+        if by_token.evidence(apart / tokens, usual, tokens) >= EVIDENCE:
             wrong.append(f"layer {layer}: {apart} of {tokens} tokens, where {usual:.1%} are expected")
     return wrong
 
@@ -257,19 +254,11 @@ def _evidence(seen: _Shares, chance: float, *, way: float) -> np.ndarray:
     layers = seen.lost.shape[1]
     own = _medians(seen.lost.T, np.full(len(seen.lost), layers))[:, None] if layers > 2 else np.zeros((1, 1))
     usual = np.minimum(2 * np.maximum(np.maximum(seen.expected, own), SMALLEST / 2), 0.9 * threshold)
-    divergence = _kl(seen.lost, usual)
+    divergence = kl(seen.lost, usual)
     return np.where(beyond, seen.tokens * divergence, 0.0)
-
-
-def _kl(q: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """KL divergence of two coins, nats."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        heads = np.where(q > 0, q * np.log(q / p), 0.0)
-        tails = np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
-    return np.asarray(heads + tails, dtype=np.float64)
 
 
 def fewest_tokens(top_k: int, num_experts: int) -> int:
     """Tokens from which a sample with routes of no relation is a suspect, in an otherwise clean batch."""
     lost = 1 - top_k / num_experts
-    return math.ceil(EVIDENCE / float(_kl(np.array(lost), np.array(SMALLEST))))
+    return math.ceil(EVIDENCE / float(kl(np.array(lost), np.array(SMALLEST))))

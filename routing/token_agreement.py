@@ -125,9 +125,15 @@ def evidence(share: float, usual: float, number: float) -> float:
     """`N KL(q || p)` in nats, 0 where the share `q` is not above `p` by `EFFECT` and by `p`."""
     if number <= 0 or share < usual + max(usual, EFFECT):
         return 0.0
-    usual = min(max(usual, 1e-9), 1 - 1e-9)
-    heads = share * log(share / usual)
-    return number * (heads + ((1 - share) * log((1 - share) / (1 - usual)) if share < 1 else 0.0))
+    return number * float(kl(np.array(share), np.array(min(max(usual, 1e-9), 1 - 1e-9))))
+
+
+def kl(q: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """KL divergence of two coins, nats."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heads = np.where(q > 0, q * np.log(q / p), 0.0)
+        tails = np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
+    return np.asarray(heads + tails, dtype=np.float64)
 
 
 @lru_cache(maxsize=256)

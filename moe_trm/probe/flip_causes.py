@@ -91,33 +91,25 @@ def flip_causes(
         margin_class = torch.bucketize(margin_NL[known_NL], torch.tensor(MARGINS), right=True)
         engine_M.index_add_(0, margin_class, engine_NL[known_NL].double())
         counted_M += torch.bincount(margin_class, minlength=len(counted_M))
-    sums = (engine_L, stale_L, engine_P, engine_M, counted_M)
-    whole = learner.sum_over_stages(learner.sum_over_slices(torch.cat(sums)))
-    engine_L, stale_L, engine_P, engine_M, counted_M = torch.split(whole, [len(each) for each in sums])
-    total = learner.reduce(
-        {
-            **{f"engine/{place}": value for place, value in enumerate(engine_L)},
-            **{f"stale/{place}": value for place, value in enumerate(stale_L)},
-            **{f"position/{place}": value for place, value in enumerate(engine_P)},
-            **{f"tokens/{place}": value for place, value in enumerate(tokens_P)},
-            **{f"margin/{place}": value for place, value in enumerate(engine_M)},
-            **{f"counted/{place}": value for place, value in enumerate(counted_M)},
-            "stale_tokens": torch.tensor(float(stale_tokens)),
-        }
+    own_sums = {"engine": engine_L, "stale": stale_L, "position": engine_P, "margin": engine_M, "counted": counted_M}
+    whole = learner.sum_over_stages(learner.sum_over_slices(torch.cat(list(own_sums.values()))))
+    sums = dict(zip(own_sums, torch.split(whole, [len(each) for each in own_sums.values()]), strict=True))
+    sums |= {"tokens": tokens_P, "stale_tokens": torch.tensor([float(stale_tokens)])}
+    reduced = learner.reduce(
+        {f"{name}/{place}": value for name, values in sums.items() for place, value in enumerate(values)}
     )
-    tokens = sum(total[f"tokens/{place}"] for place in range(len(tokens_P)))
-    found = _rates("engine", [total[f"engine/{place}"] for place in range(len(layer_ids))], tokens, layer_ids)
+    total = {name: [reduced[f"{name}/{place}"] for place in range(len(values))] for name, values in sums.items()}
+    found = _rates("engine", total["engine"], sum(total["tokens"]), layer_ids)
     if older:
-        flips = [total[f"stale/{place}"] for place in range(len(layer_ids))]
-        found |= _rates("staleness", flips, total["stale_tokens"], layer_ids)
+        found |= _rates("staleness", total["stale"], total["stale_tokens"][0], layer_ids)
     low = 1
     for place, high in enumerate([*POSITIONS, None]):
-        if count := total[f"tokens/{place}"] * len(layer_ids):
-            found[f"routing/flips/engine/position_{low}_{high or 'up'}"] = total[f"position/{place}"] / count
+        if count := total["tokens"][place] * len(layer_ids):
+            found[f"routing/flips/engine/position_{low}_{high or 'up'}"] = total["position"][place] / count
         low = (high or 0) + 1
     for place, (least, most) in enumerate(pairwise([0, *MARGINS, "up"])):
-        if count := total[f"counted/{place}"]:
-            found[f"routing/flips/engine/margin_{least}_{most}"] = total[f"margin/{place}"] / count
+        if count := total["counted"][place]:
+            found[f"routing/flips/engine/margin_{least}_{most}"] = total["margin"][place] / count
     return found
 
 

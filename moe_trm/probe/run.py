@@ -32,17 +32,32 @@ from moe_trm.step.passes import Anchored, anchor_source, judged_before
 from moe_trm.types import RolloutRecord, TokenBatch, TrainBatch
 from routing.replay import Record, ReplayReport
 
-SPREAD: Mapping[str, str] = MappingProxyType(
+FIGURES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "native_k3": "tokens",
-        "replayed_k3": "tokens",
-        "k3_by_routes": "native_k3",
-        "numerics_abs": "tokens",
-        "routing_abs": "tokens",
-        "flipped_token_layers": "token_layers",
+        "routing/native_flip_rate": ("flipped_token_layers", "token_layers"),
+        "routing/native_token_flip_rate": ("flipped_tokens", "tokens"),
+        "probe/native_k3_kl": ("native_k3", "tokens"),
+        "probe/replayed_k3_kl": ("replayed_k3", "tokens"),
+        "probe/numerics_abs_mean": ("numerics_abs", "tokens"),
+        "probe/routing_abs_mean": ("routing_abs", "tokens"),
+        "probe/kept_mass_mean": ("kept_mass", "tokens"),
+        "probe/routing_share": ("k3_by_routes", "native_k3"),
     }
 )
-"""Ratios of sums whose standard errors are given: top -> bottom."""
+"""Metrics that are ratios of sums over tokens: top, bottom."""
+ERRORS: Mapping[str, str] = MappingProxyType(
+    {
+        "routing/native_flip_rate_se": "flipped_token_layers",
+        "probe/native_k3_kl_se": "native_k3",
+        "probe/replayed_k3_kl_se": "replayed_k3",
+        "probe/routing_share_se": "k3_by_routes",
+        "probe/numerics_abs_mean_se": "numerics_abs",
+        "probe/routing_abs_mean_se": "routing_abs",
+    }
+)
+"""Metrics that are standard errors, with the tops of their ratios."""
+SPREAD = MappingProxyType({top: bottom for top, bottom in FIGURES.values() if top in ERRORS.values()})
+"""These ratios: top -> bottom."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +212,13 @@ def summarize(learner: Learner, tokens: ProbeTokens, rows: ProbeRows) -> dict[st
     sums["rows"] = torch.tensor(float(sum(map(len, rows.records))))
     spread = {} if rows.whole else products(columns, tokens.sample_id, SPREAD)
     total = learner.reduce(sums | spread)
-    return _means(total, rows) | _errors(standard_errors(total, SPREAD, rows))
+    errors = standard_errors(total, SPREAD, rows)
+    return {
+        "probe/rows": total["rows"],
+        "probe/token_fraction": rows.token_fraction,
+        **{name: total[top] / total[bottom] for name, (top, bottom) in FIGURES.items() if total[bottom] > 0},
+        **{name: errors[top] for name, top in ERRORS.items() if top in errors},
+    }
 
 
 def _columns(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
@@ -214,34 +235,3 @@ def _columns(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
         "routing_abs": (tokens.native - tokens.replayed).abs(),
         "kept_mass": tokens.log_kept_mass.exp(),
     }
-
-
-def _means(sums: Mapping[str, float], rows: ProbeRows) -> dict[str, float]:
-    n = sums["tokens"]
-    found = {
-        "probe/rows": sums["rows"],
-        "probe/token_fraction": rows.token_fraction,
-        "routing/native_flip_rate": sums["flipped_token_layers"] / sums["token_layers"],
-        "routing/native_token_flip_rate": sums["flipped_tokens"] / n,
-        "probe/native_k3_kl": sums["native_k3"] / n,
-        "probe/replayed_k3_kl": sums["replayed_k3"] / n,
-        "probe/numerics_abs_mean": sums["numerics_abs"] / n,
-        "probe/routing_abs_mean": sums["routing_abs"] / n,
-        "probe/kept_mass_mean": sums["kept_mass"] / n,
-    }
-    if sums["native_k3"] > 0:
-        found["probe/routing_share"] = sums["k3_by_routes"] / sums["native_k3"]
-    return found
-
-
-def _errors(of: Mapping[str, float]) -> dict[str, float]:
-    """The standard errors by the names of metrics; empty where there are none."""
-    found = {
-        "routing/native_flip_rate_se": of.get("flipped_token_layers"),
-        "probe/native_k3_kl_se": of.get("native_k3"),
-        "probe/replayed_k3_kl_se": of.get("replayed_k3"),
-        "probe/routing_share_se": of.get("k3_by_routes"),
-        "probe/numerics_abs_mean_se": of.get("numerics_abs"),
-        "probe/routing_abs_mean_se": of.get("routing_abs"),
-    }
-    return {name: error for name, error in found.items() if error is not None}

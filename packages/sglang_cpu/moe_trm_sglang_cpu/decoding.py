@@ -76,15 +76,11 @@ def decode(query_BHD: Tensor, keys: Tensor, values: Tensor, lots: list[Together]
         lots: of `plan`.
         scaling: of the scores.
     """
-    out_BHD = None
+    out_BHD = query_BHD.new_empty(*query_BHD.shape[:2], values.shape[-1])
     for lot in lots:
         if lot.rows is None:
             return _attend(query_BHD, keys, values, lot, scaling)
-        out = _attend(query_BHD[lot.rows], keys, values, lot, scaling)
-        if out_BHD is None:
-            out_BHD = out.new_empty(len(query_BHD), *out.shape[1:])
-        out_BHD[lot.rows] = out
-    assert out_BHD is not None, "a pass without requests"
+        out_BHD[lot.rows] = _attend(query_BHD[lot.rows], keys, values, lot, scaling)
     return out_BHD
 
 

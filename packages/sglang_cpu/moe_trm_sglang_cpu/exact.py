@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_trm_sglang_cpu import fixed_order
+from moe_trm_sglang_cpu.experts import products
 
 
 def activate() -> None:
@@ -40,20 +41,10 @@ class FixedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """`torch_native` with plain causal attention in a fixed order, alike in prefill and decoding."""
 
     def _run_sdpa_forward_extend(
-        self,
-        query: Tensor,
-        output: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots_of_rows: Tensor,
-        rows: Tensor,
-        lengths: Tensor,
-        prefixes: Tensor,
-        own: Tensor,
-        *_: Any,
-        **options: Any,
+        self, query: Tensor, output: Tensor, keys: Tensor, values: Tensor, *requests: Any, **options: Any
     ) -> Tensor:
         """New tokens of each request over its cached ones, `[tokens, heads, D]` into `output`."""
+        slots_of_rows, rows, lengths, prefixes, own, *_ = requests
         parts = zip(torch.split(query, own.tolist()), rows, lengths.tolist(), prefixes.tolist(), strict=True)
         found = []
         for part, row, length, prefix in parts:
@@ -64,18 +55,10 @@ class FixedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         return output.copy_(torch.cat(found))
 
     def _run_sdpa_forward_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots_of_rows: Tensor,
-        rows: Tensor,
-        lengths: Tensor,
-        *_: Any,
-        **options: Any,
+        self, query: Tensor, output: Tensor, keys: Tensor, values: Tensor, *requests: Any, **options: Any
     ) -> Tensor:
         """The last token of each request over its cached ones, `[requests, heads, D]` into `output`."""
+        slots_of_rows, rows, lengths, *_ = requests
         hidden = torch.arange(int(lengths.max())) >= lengths[:, None]
         slots = slots_of_rows[rows, : hidden.shape[1]].to(torch.int64)
         slots = slots.masked_fill(hidden, int(slots[0, 0]))  # the first request has a first token
@@ -100,16 +83,10 @@ def experts(native: Callable[..., Tensor], layer: Any, x_ND: Tensor, topk_output
     ids = ids_NK.flatten()
     order, sizes = ids.argsort(stable=True), torch.bincount(ids, minlength=len(layer.w2_weight)).tolist()
     tokens = order // ids_NK.shape[1]
-    gate, up = _products(x_ND[tokens], sizes, layer.w13_weight).chunk(2, -1)
+    gate, up = products(x_ND[tokens], sizes, layer.w13_weight).chunk(2, -1)
     inner = functional.silu(gate) * up * weights_NK.flatten()[order, None]
-    out = _products(inner, sizes, layer.w2_weight)
+    out = products(inner, sizes, layer.w2_weight)
     return torch.zeros_like(x_ND).scatter_add_(0, tokens[:, None].expand_as(out), out)
-
-
-def _products(rows: Tensor, sizes: list[int], matrices: Tensor) -> Tensor:
-    """The rows of each expert times its transposed matrix."""
-    parts = zip(torch.split(rows, sizes), matrices, strict=True)
-    return torch.cat([own @ matrix.t() for own, matrix in parts])
 
 
 def gate_weights(

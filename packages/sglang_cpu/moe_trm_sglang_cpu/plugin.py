@@ -27,8 +27,9 @@ def activate() -> None:
     if without_cuda():
         _register_allocator()
         _register_latent_attention()
-        _register_sink_attention()
-        _register_elementwise()
+        if isinstance(import_module("triton"), InertModule):
+            _register_sink_attention()
+            _register_elementwise()
 
 
 def without_cuda() -> bool:
@@ -70,8 +71,6 @@ def _register_sink_attention() -> None:
     SGLang accepts gpt-oss with this backend's name and some of CUDA, ROCm, Ascend and AMX; `torch_native` knows no
     sinks.
     """
-    if not isinstance(import_module("triton"), InertModule):
-        return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend("triton")(_sink_attention)
@@ -79,8 +78,6 @@ def _register_sink_attention() -> None:
 
 def _register_elementwise() -> None:
     """MiniMax-M2's norms, the gated norm of the delta rule and the gate of Qwen's shared expert, without triton."""
-    if not isinstance(import_module("triton"), InertModule):
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moe_trm_sglang_cpu.elementwise import gated, over_all_heads, shared_gate

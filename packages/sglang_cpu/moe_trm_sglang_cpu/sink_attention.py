@@ -38,10 +38,8 @@ class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> Tensor:
         if save:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-        keys, values = (
-            read(layer.layer_id)
-            for read in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
-        )
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         queries = torch.split(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), num_queries.tolist())
         requests = zip(queries, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
