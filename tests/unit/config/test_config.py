@@ -55,6 +55,7 @@ def test_an_override_replaces_its_own_key_and_no_longer_one(file: Path) -> None:
     assert found["rollout.urls.0"] == "file"
     assert found["rollout.top_p"] == "file"
     assert found["rollout.url"] == found["rollout.server.port"] == "override"
+    assert resolve(file, ["correction.rules=[]"]).sources["correction.rules"] == "override", "an empty list is a value"
 
 
 def test_later_override_wins_and_replaces_what_the_file_said(file: Path) -> None:
