@@ -64,7 +64,11 @@ class Cutting:
         with suppress(OSError):
             while True:
                 near, _ = self._listening.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # the controller does not listen yet: whoever connects tries again
+                    near.close()
+                    continue
                 self._open += [near, far]
                 self.num_connections += 1
                 for source, sink, answers in ((near, far, False), (far, near, True)):
