@@ -44,6 +44,7 @@ from moe_trm.doctor.measurements import Measurements, join, of_sample
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.bundle import BundleReader
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.types import MicroBatch, TrainRow
 from routing.flips import flipped_tokens
@@ -115,7 +116,7 @@ def serving(checkpoint: Path, folder: Path, dtype: str) -> Iterator[str]:
     config = Config.model_validate(
         {**SETTINGS, "model": {"checkpoint": str(checkpoint)}, "rollout": {"server": server_settings}}
     )
-    server = start_server(config, folder / f"server-{dtype}.log", KEY)
+    server = start_server(Served.of(config), folder / f"server-{dtype}.log", KEY)
     try:
         yield server.url
     finally:

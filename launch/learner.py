@@ -158,7 +158,8 @@ def run(
             if pushes is not None:
                 stack.callback(pushes.remove)
             # It imports for some seconds, and waits for the servers, while the learner is built.
-            process = start_controller(config, run_dir, host)
+            key, address = api_key_for(config.rollout), None if host.alone else host.address
+            process = ControllerProcess(config, key, run_dir / "controller.log", address=address)
             stack.callback(process.wait, 0.0)
             stack.enter_context(giving(run_dir, process.access(attempt, pushes)))
         attempt = Peers().gather(attempt.encode())[0].decode()
@@ -170,8 +171,10 @@ def run(
         with ExitStack() as proved:
             if config.exact:
                 from moe_trm.doctor import bisect  # starts servers, which ranks do not otherwise
+                from moe_trm.rollout.servers.backend import Served
 
-                proved.enter_context(bisect.naming_the_cause(learner, partial(bisect.served_states, config)))
+                served = partial(bisect.served_states, Served.of(config))
+                proved.enter_context(bisect.naming_the_cause(learner, served))
             train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
         stack.close()
         if config.train.export and not checkpoints.interrupted:
@@ -204,12 +207,6 @@ def meet(host: Host, file: str | None) -> tuple[Store, int, int]:
         # torchrun gives restarted ranks the store of those that died, with their addresses still in it.
         store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store, rank, world_size
-
-
-def start_controller(config: Config, run_dir: Path, host: Host) -> ControllerProcess:
-    """Start the controller, on the first rank."""
-    address = None if host.alone else host.address
-    return ControllerProcess(config, api_key_for(config.rollout), run_dir / "controller.log", address=address)
 
 
 def connect(

@@ -16,6 +16,7 @@ from moe_trm.config import load
 from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.errors import MoeTrmError, refuse_together
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.runtime.addresses import is_loopback
 
@@ -61,7 +62,7 @@ def _serve(path: str, overrides: Sequence[str]) -> int:
     key = known_key or secrets.token_urlsafe(24)
     log_path = Path(config.run_dir) / config.name / log_name(config.rollout.server.host)
     print(f"starting the rollout server (log: {log_path})", flush=True)
-    with Watchdog(config, log_path, key) as watchdog:
+    with Watchdog(Served.of(config), log_path, key) as watchdog:
         print(f"rollout server ready at {watchdog.url}", flush=True)
         if known_key is None:
             print(f"the trainer needs its key: export {API_KEY_VARIABLE}={key}", flush=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.engines.scored import Scored, Setting, Text
 from moe_trm.config.schema import Config
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -51,7 +52,7 @@ def started(setting: Setting, extra_args: Sequence[str] = ()) -> Iterator[Server
         }
     )
     with tempfile.TemporaryDirectory() as folder:
-        server = start_server(config, Path(folder) / "rollout.log", secrets.token_hex(8))
+        server = start_server(Served.of(config), Path(folder) / "rollout.log", secrets.token_hex(8))
         try:
             yield server
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import AgentConfig, Config, RolloutConfig
+from moe_trm.config.schema import AdvantageConfig, AgentConfig, Config, KlConfig, LossConfig, RolloutConfig
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
@@ -16,7 +16,8 @@ FIX = "set agent.rows=last, or choose another method"
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
-    return list(_rows(config)) if several_rows(config.rollout, config.agent) else []
+    several = several_rows(config.rollout, config.agent)
+    return list(_rows(config.agent, config.advantage, config.loss, config.kl)) if several else []
 
 
 def several_rows(rollout: RolloutConfig, agent: AgentConfig) -> bool:
@@ -24,33 +25,33 @@ def several_rows(rollout: RolloutConfig, agent: AgentConfig) -> bool:
     return rollout.agent is not None and agent.rows != "last"
 
 
-def _rows(config: Config) -> Iterator[Problem]:
-    rows, advantage = f"agent.rows={config.agent.rows}", config.advantage.name
-    if "groups" in needs(config.loss.name):
+def _rows(agent: AgentConfig, advantage: AdvantageConfig, loss: LossConfig, kl: KlConfig) -> Iterator[Problem]:
+    rows, name = f"agent.rows={agent.rows}", advantage.name
+    if "groups" in needs(loss.name):
         yield Problem(
             "loss.name",
-            f"loss {config.loss.name} compares the samples of a prompt row by row, and a session may be several rows",
-            got=f"{config.loss.name} with {rows}",
+            f"loss {loss.name} compares the samples of a prompt row by row, and a session may be several rows",
+            got=f"{loss.name} with {rows}",
             expected="a loss that does not compare samples",
             fix=FIX,
         )
-    if ADVANTAGES[advantage].level == "token" or ADVANTAGES[advantage].reads_ratios:
+    if ADVANTAGES[name].level == "token" or ADVANTAGES[name].reads_ratios:
         yield Problem(
             "advantage.name",
-            f"{advantage} compares samples along one row of each, and a session may be several rows",
-            got=f"{advantage} with {rows}",
+            f"{name} compares samples along one row of each, and a session may be several rows",
+            got=f"{name} with {rows}",
             expected="an advantage of samples or of turns",
             fix=FIX,
         )
-    if config.advantage.zero_variance_scale:
+    if advantage.zero_variance_scale:
         yield Problem(
             "advantage.zero_variance_scale",
             "the samples of a prompt are compared row by row, and a session may be several rows",
-            got=f"{config.advantage.zero_variance_scale} with {rows}",
+            got=f"{advantage.zero_variance_scale} with {rows}",
             expected="0",
             fix=FIX,
         )
-    if config.kl.coef and config.kl.where == "reward":
+    if kl.coef and kl.where == "reward":
         yield Problem(
             "kl.where",
             "the KL of a row would lower its reward alone, and a session's rows share one reward",

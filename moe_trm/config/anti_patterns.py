@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_trm.config.correction_rules import loss_facts, preset_of, ratio_of, rules_of
-from moe_trm.config.schema import Config, CorrectionConfig, LossConfig, PipelineConfig, RolloutConfig
+from moe_trm.config.schema import Config, CorrectionConfig, LossConfig, OptimizerConfig, PipelineConfig, RolloutConfig
 from moe_trm.methods.limits import CLIPPED, FAR_AHEAD, LONG_ROW, OUTLIER, rising, series, surged
 from moe_trm.methods.losses import DEFAULT_LOSS
 
@@ -83,13 +83,13 @@ def _long_sums(correction: CorrectionConfig) -> bool:
     return any(sums)
 
 
-def _planned(config: Config) -> dict[str, bool]:
-    """The rows that settings may show, and whether these do."""
+def planned(config: Config) -> Iterator[AntiPattern]:
+    """The rows that the settings alone show, in the order of the table; launch refuses some of them."""
     pipeline, learner, preset = config.pipeline, config.learner, preset_of(config.correction)
     long = _longest(config.rollout) > LONG_ROW
     one_step = learner.minibatches * learner.epochs == 1 and pipeline.staleness_limit == 0
     bypass = (preset is not None and preset.bypass) or not pipeline.has_anchor_pass
-    return {
+    shown = {
         "unchecked KL": pipeline.recovery not in ("same", "snapshot") and config.probe.every == 0,
         "products of long rows": _uses(config.correction, "seq_tis") and long,
         "far ahead, uncorrected": _far_ahead(config.correction, config.loss, pipeline),
@@ -97,15 +97,18 @@ def _planned(config: Config) -> dict[str, bool]:
         "replay at one step": config.replay.mode == "R3" and one_step,
         "bypass with R2": bypass and config.replay.mode == "R2",
     }
+    return (row for row in ANTI_PATTERNS if shown.get(row.name))
 
 
-def _seen(config: Config, history: History) -> dict[str, bool]:
+def _seen(
+    correction: CorrectionConfig, loss: LossConfig, optimizer: OptimizerConfig, history: History
+) -> dict[str, bool]:
     """The rows that finished metrics (oldest step first) may show with the settings, and whether these do."""
     grew = surged(history, "response/length_mean") is not None
     return {
-        "products of long rows": _noisy_products(config.correction, history),
-        "wide clip": _wide_clip(config.loss, history),
-        "unguarded surge": config.optimizer.surge_limit is None and grew,
+        "products of long rows": _noisy_products(correction, history),
+        "wide clip": _wide_clip(loss, history),
+        "unguarded surge": optimizer.surge_limit is None and grew,
         "maximum averaged away": _averaged_away(history),
     }
 
@@ -160,13 +163,8 @@ ANTI_PATTERNS: tuple[AntiPattern, ...] = (
 )
 
 
-def planned(config: Config) -> Iterator[AntiPattern]:
-    """The rows that the settings alone show and that launch does not refuse, in the order of the table."""
-    shown = _planned(config)
-    return (row for row in ANTI_PATTERNS if not row.refused and shown.get(row.name))
-
-
 def found(config: Config, history: History) -> list[AntiPattern]:
     """The rows that settings or metrics of a run show, in the order of the table."""
-    settings, metrics = _planned(config), _seen(config, history)
-    return [row for row in ANTI_PATTERNS if settings.get(row.name) or metrics.get(row.name)]
+    settings = {row.name for row in planned(config)}
+    metrics = _seen(config.correction, config.loss, config.optimizer, history)
+    return [row for row in ANTI_PATTERNS if row.name in settings or metrics.get(row.name)]

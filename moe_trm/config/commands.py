@@ -11,9 +11,8 @@ from typing import Any
 from moe_trm.config.choices import BECOMES, MACHINE
 from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
 from moe_trm.config.flat import as_yaml, different_keys, flatten
-from moe_trm.config.load import resolve
+from moe_trm.config.load import Resolved, resolve
 from moe_trm.config.problems import suggest
-from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 
 
@@ -47,7 +46,7 @@ def _show(path: str, overrides: list[str], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(resolved.config.dump(), indent=2))
     else:
-        flat = _flat(resolved.config)
+        flat = _flat(resolved)
         width = max(len(key) + len(as_yaml(value)) for key, value in flat.items()) + 4
         remarks = {
             **{key: f", {text}" for key, text in MACHINE.items() if flat[key] == "auto"},
@@ -103,16 +102,16 @@ def _default(setting: Setting) -> str:
 
 
 def _diff(path_a: str, path_b: str, overrides: list[str]) -> int:
-    a, b = (_flat(resolve(path, overrides).config) for path in (path_a, path_b))
+    a, b = (_flat(resolve(path, overrides)) for path in (path_a, path_b))
     different = different_keys(a, b)
     for key in different:
         print(f"{key}: {as_yaml(a[key]) if key in a else '(absent)'} -> {as_yaml(b[key]) if key in b else '(absent)'}")
     return 1 if different else 0
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flat(resolved: Resolved) -> dict[str, Any]:
     """Leaf values by dotted key; a secret shows only whether it is set."""
-    flat = flatten(config.dump())
-    if config.rollout.api_key is not None:
+    flat = flatten(resolved.config.dump())
+    if resolved.config.rollout.api_key is not None:
         flat["rollout.api_key"] = "(set, not shown)"
     return flat

@@ -86,7 +86,7 @@ def warnings(config: Config) -> list[str]:
         *lora_rules.idle_settings(config.learner),
         *precision_rules.surprises(config.learner, config.rollout, config.replay, config.probe, config.correction),
         *lora_rules.surprises(config.learner, config.rollout, config.probe),
-        *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
+        *(f"anti-pattern, {row}" for row in anti_patterns.planned(config) if not row.refused),
         *_surprises(config),
     ]
 

@@ -22,6 +22,7 @@ from moe_trm.config.schema import (
     PipelineConfig,
     Recovery,
     ReplayConfig,
+    RolloutConfig,
     TrainConfig,
 )
 from moe_trm.methods.advantages import ADVANTAGES
@@ -39,7 +40,8 @@ _OFFLOADING = {
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
-        *_batch(config),
+        *_batch(config.batch, config.rollout, config.learner, config.advantage, config.loss),
+        *_routers(config.learner, config.loss, config.pipeline, config.replay),
         *_kl(config.kl, config.advantage, config.batch),
         *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
@@ -47,8 +49,10 @@ def refusals(config: Config) -> list[Problem]:
     ]
 
 
-def _batch(config: Config) -> Iterator[Problem]:
-    rows, parts = config.rollout.prompts_per_step * config.rollout.group_size, config.learner.minibatches
+def _batch(
+    batch: BatchConfig, rollout: RolloutConfig, learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig
+) -> Iterator[Problem]:
+    rows, parts = rollout.prompts_per_step * rollout.group_size, learner.minibatches
     if rows % parts:
         yield Problem(
             "learner.minibatches",
@@ -56,7 +60,6 @@ def _batch(config: Config) -> Iterator[Problem]:
             got=f"{rows} sequences (rollout.prompts_per_step * rollout.group_size) in {parts} minibatches",
             expected=f"a divisor of {rows}",
         )
-    learner = config.learner
     if learner.micro_batch_rows is not None and learner.micro_batch_tokens is not None:
         yield Problem(
             "learner.micro_batch_tokens",
@@ -65,33 +68,30 @@ def _batch(config: Config) -> Iterator[Problem]:
             expected="one of the two",
             fix="set learner.micro_batch_rows=null",
         )
-    if learner.micro_batch_tokens is not None and learner.micro_batch_tokens < config.rollout.max_new_tokens:
+    if learner.micro_batch_tokens is not None and learner.micro_batch_tokens < rollout.max_new_tokens:
         yield Problem(
             "learner.micro_batch_tokens",
             "one answer may be longer than a micro-batch",
-            got=f"{learner.micro_batch_tokens} tokens with rollout.max_new_tokens={config.rollout.max_new_tokens}",
+            got=f"{learner.micro_batch_tokens} tokens with rollout.max_new_tokens={rollout.max_new_tokens}",
             expected="at least the longest prompt and answer together",
         )
-    if config.rollout.group_size == 1 and ADVANTAGES[config.advantage.name].compares:
+    if rollout.group_size == 1 and ADVANTAGES[advantage.name].compares:
         yield Problem(
             "rollout.group_size",
-            f"advantage.name={config.advantage.name} compares the samples of one prompt; "
-            "with one sample there is no baseline",
+            f"advantage.name={advantage.name} compares the samples of one prompt; with one sample there is no baseline",
             got="1",
             expected="at least 2",
             fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
         )
-    if "groups" in needs(config.loss.name) and config.rollout.prompts_per_step % learner.minibatches:
+    if "groups" in needs(loss.name) and rollout.prompts_per_step % learner.minibatches:
         yield Problem(
             "learner.minibatches",
-            f"loss {config.loss.name} compares the samples of a prompt, which stay in one minibatch: "
+            f"loss {loss.name} compares the samples of a prompt, which stay in one minibatch: "
             "prompts must split evenly",
-            got=f"{learner.minibatches} minibatches of {config.rollout.prompts_per_step} prompts",
-            expected=f"a divisor of {config.rollout.prompts_per_step}",
+            got=f"{learner.minibatches} minibatches of {rollout.prompts_per_step} prompts",
+            expected=f"a divisor of {rollout.prompts_per_step}",
         )
-    if "routers" in needs(config.loss.name):
-        yield from _routers(config.learner, config.loss, config.pipeline, config.replay)
-    if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
+    if rollout.group_size == 1 and batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
             "one sample per prompt has no variance: every group would be dropped",
@@ -105,6 +105,8 @@ def _routers(
 ) -> Iterator[Problem]:
     """The needs of a loss that compares the routers' scores of two passes."""
     name = loss.name
+    if "routers" not in needs(name):
+        return
     needed = [
         ("replay.mode", replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
         (

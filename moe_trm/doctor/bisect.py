@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.stream_names import around_norm
-from moe_trm.rollout.servers.backend import ServerBackend, backend_of
+from moe_trm.rollout.servers.backend import Served, ServerBackend, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.runtime.private import Scratch
@@ -60,7 +60,7 @@ def bisect(config: Config, folder: Path) -> Check:
         raise ConfigError("a server of a quantised checkpoint begins without its weights", where="model.checkpoint")
     num_layers = int(hf["num_hidden_layers"])
     ids = fixed_ids(int(hf["vocab_size"]))[:1]
-    served = served_states(config, folder, ids[0].tolist(), num_layers)
+    served = served_states(Served.of(config), folder, ids[0].tolist(), num_layers)
     alone = config.learner.model_copy(update={"parallel": ParallelConfig()})
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     try:
@@ -101,25 +101,26 @@ def where_they_differ(
 
 
 def served_states(
-    config: Config, folder: Path, token_ids: Sequence[int], num_layers: int, *, weights: Path | None = None
+    served: Served, folder: Path, token_ids: Sequence[int], num_layers: int, *, weights: Path | None = None
 ) -> Mapping[str, Tensor]:
     """`[T, D]` of every hidden state that a server of this run computes, by name, in their order.
 
     `weights`: a Hugging Face folder in place of the checkpoint, served at a free port.
     """
-    if not config.rollout.starts_server:
+    rollout = served.rollout
+    if not rollout.starts_server:
         raise ConfigError(
             "hidden states are those of a server that this command starts", where="config key rollout.url"
         )
-    backend, states = backend_of(config.rollout.engine), folder / "hidden-states"
-    arguments = (*config.rollout.server.extra_args, *backend.writing_states(states))
-    server_settings = config.rollout.server.model_copy(update={"extra_args": arguments})
+    backend, states = backend_of(rollout.engine), folder / "hidden-states"
+    arguments = (*rollout.server.extra_args, *backend.writing_states(states))
+    settings = rollout.server.model_copy(update={"extra_args": arguments})
     if weights is not None:
-        server_settings = server_settings.model_copy(update={"port": 0, "random_weights": False})
-        config = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": str(weights)})})
-    rollout = config.rollout.model_copy(update={"server": server_settings})
+        settings = settings.model_copy(update={"port": 0, "random_weights": False})
+        served = replace(served, model=served.model.model_copy(update={"checkpoint": str(weights)}))
+    rollout = rollout.model_copy(update={"server": settings})
     key = secrets.token_hex(16)
-    server = start_server(config.model_copy(update={"rollout": rollout}), folder / "rollout.log", key)
+    server = start_server(replace(served, rollout=rollout), folder / "rollout.log", key)
     try:
         http = EngineHttp(server.url, key, timeout_s=rollout.timeout_s, max_attempts=1)
         asyncio.run(_prefill(backend, http, token_ids))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from moe_trm.config.schema import Config, EvalConfig, RolloutConfig
+from moe_trm.config.schema import AgentConfig, Config, EvalConfig, RolloutConfig
 from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.build import agent_sampler, function_sampler, sampling_params
@@ -43,7 +44,10 @@ def try_task(config: Config) -> None:
     task = build_task(config.task, config.model.checkpoint, config.seed)
     for line in too_long(task, config.rollout, config.eval):
         _log.warning(line)
-    failures = asyncio.run(_try(config, task))
+    answer: Callable[[Prompt], Awaitable[None]] = partial(_reward, task)
+    if config.rollout.has_turns and config.rollout.traits.samples_live:
+        answer = partial(_rollout, config.rollout, config.agent, config.keeps_masks, task)
+    failures = asyncio.run(_try(task, answer))
     if len(failures) == TRIED:
         prompt, failure = failures[0]
         raise ConfigError(
@@ -84,17 +88,14 @@ def too_long(task: Task, rollout: RolloutConfig, evaluation: EvalConfig) -> list
     ]
 
 
-async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]]:
+async def _try(task: Task, answer: Callable[[Prompt], Awaitable[None]]) -> list[tuple[Prompt, RecordRejected]]:
     """The prompts on which the functions failed before they worked on one."""
     failures: list[tuple[Prompt, RecordRejected]] = []
     try:
         await task.start()
         for prompt in itertools.islice(itertools.cycle(task.train_prompts(1, TRIED)), TRIED):
             try:
-                if config.rollout.has_turns and config.rollout.traits.samples_live:
-                    await _rollout(config, task, prompt)
-                else:
-                    await _reward(task, prompt)
+                await answer(prompt)
             except RecordRejected as failure:
                 failures.append((prompt, failure))
             else:
@@ -124,14 +125,14 @@ async def _reward(task: Task, prompt: Prompt) -> None:
     read_reward(await task.reward(sample), task.reward_weights, f"prompt {prompt.prompt_id}")
 
 
-async def _rollout(config: Config, task: Task, prompt: Prompt) -> None:
-    params = sampling_params(config.rollout, config.keeps_masks, task.tokens.vocab_size, task.tokens.stop_token_ids)
+async def _rollout(rollout: RolloutConfig, agent: AgentConfig, keeps_masks: bool, task: Task, prompt: Prompt) -> None:
+    params = sampling_params(rollout, keeps_masks, task.tokens.vocab_size, task.tokens.stop_token_ids)
     engine = _Answering(task, prompt)
     sampler: AgentSampler | FunctionSampler
-    if config.rollout.agent is not None:
-        sampler = agent_sampler(config.agent, config.rollout, engine, task, params, keep_changed=True)
+    if rollout.agent is not None:
+        sampler = agent_sampler(agent, rollout, engine, task, params, keep_changed=True)
     else:
-        sampler = function_sampler(config.rollout, engine, task, params, keep_changed=True)
+        sampler = function_sampler(rollout, engine, task, params, keep_changed=True)
     try:
         await sampler.start()
         await sampler.answer(prompt, params)

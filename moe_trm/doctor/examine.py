@@ -111,8 +111,14 @@ def examine(
 
 def _before(config: Config, world_size: int) -> Iterator[Check]:
     yield from environment(config)
+
+    def launch() -> str:
+        check_launch(config, world_size=world_size)
+        try_task(config)
+        return f"accepted for {_ranks(world_size)}"
+
     if has_weights(config.model.checkpoint):
-        yield attempt("checkpoint, layout, corrections, loss", lambda: _launch(config, world_size))
+        yield attempt("checkpoint, layout, corrections, loss", launch)
     else:
         yield from without_weights(config, world_size)
     yield attempt("tokenizer", lambda: _tokenizer(config.model))
@@ -129,21 +135,19 @@ def has_weights(checkpoint: str) -> bool:
 
 def without_weights(config: Config, world_size: int) -> Iterator[Check]:
     """The judgement of config.json alone: can this learner train this model in this layout, and the mathematics."""
-    yield attempt("layout", lambda: _layout(config, world_size))
+
+    def layout() -> str:
+        hf_config = check_model_and_layout(config, world_size)
+        Objective(config)
+        return f"{hf_config['architectures'][0]} accepted for {_ranks(world_size)}"
+
+    yield attempt("layout", layout)
     fix = "copy the checkpoint's safetensors and tokenizer there before the run"
     yield Check("weights", "fail", f"{config.model.checkpoint} has config.json and no safetensors", fix)
 
 
-def _layout(config: Config, world_size: int) -> str:
-    hf_config = check_model_and_layout(config, world_size)
-    Objective(config)
-    return f"{hf_config['architectures'][0]} accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
-
-
-def _launch(config: Config, world_size: int) -> str:
-    check_launch(config, world_size=world_size)
-    try_task(config)
-    return f"accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
+def _ranks(world_size: int) -> str:
+    return f"{world_size} learner rank{'s' if world_size > 1 else ''}"
 
 
 def _tokenizer(model: ModelConfig) -> str:

@@ -30,7 +30,7 @@ from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.models.registry import keeps_packs_apart
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
-from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.backend import Served, backend_of
 from moe_trm.step.recipe import recipe
 
 
@@ -80,26 +80,32 @@ def _layout_so_far(checkpoint: CheckpointConfig, run_dir: Path) -> str | None:
     return None
 
 
-def check_start(config: Config, *, world_size: int) -> None:
+def check_start(config: Config, world_size: int) -> None:
     """As `check_launch`, on the machine that starts the rollout server, before that; and try the task.
 
     Raises `EngineError` too, for a port that is taken.
     """
-    starts_server = [lambda: check_server(config.rollout)] if config.rollout.starts_server else []
-    refuse_together(*_needs(config), *starts_server)
-    check_launch(config, world_size=world_size)
+    server = [lambda: check_server(config.rollout)] if config.rollout.starts_server else []
+    check_launch(config, world_size=world_size, server=server)
     try_task(config)
 
 
-def check_launch(config: Config, *, world_size: int, restarted: bool = False) -> None:
+def check_launch(
+    config: Config, *, world_size: int, restarted: bool = False, server: Sequence[Callable[[], object]] = ()
+) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
     The checks cover files and folders, the checkpoint's config.json, tokenizer and tensor names, and whether the
     learner can train that model (Megatron-Core: in this layout). They also cover the names and thresholds of
     corrections and loss, the checkpoint to go on from, and another run's recording in the way. `restarted`: these ranks
-    replace some of the same run that died.
+    replace some of the same run that died. `server`: further checks, told with the first.
     """
-    refuse_together(*_needs(config))
+    refuse_together(
+        lambda: read_hf_config(config.model.checkpoint),
+        lambda: check_prompts(config.task),
+        lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
+        *server,
+    )
     hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
@@ -116,15 +122,6 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
         )
 
 
-def _needs(config: Config) -> list[Callable[[], object]]:
-    """Requirements, each apart from the others."""
-    return [
-        lambda: read_hf_config(config.model.checkpoint),
-        lambda: check_prompts(config.task),
-        lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
-    ]
-
-
 def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
     """Refuse a model or a layout that the learner cannot train or the engine cannot serve, from config.json alone.
 
@@ -139,7 +136,7 @@ def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
         check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
         layers_here(config.learner)
     if config.rollout.traits.has_servers:
-        backend_of(config.rollout.engine).check(config)
+        backend_of(config.rollout.engine).check(Served.of(config))
     return hf_config
 
 

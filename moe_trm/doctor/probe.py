@@ -18,6 +18,7 @@ from moe_trm.doctor.measurements import Measurements, read_measurements
 from moe_trm.errors import MoeTrmError
 from moe_trm.report.run import Row, read_run
 from moe_trm.tasks.build import build_task
+from moe_trm.tasks.protocol import Task
 
 NAME = "doctor"
 PROMPTS, GROUP = 16, 8
@@ -73,7 +74,7 @@ def zero_update(config_path: str, overrides: Sequence[str], config: Config, fold
     bundle = folder / "bundle"
     words = [*overrides, *NEUTRAL, f"run_dir={folder}", f"record.bundle={bundle}"]
     if config.rollout.traits.samples_live:
-        words += _prompts(config, folder)
+        words += _prompts(build_task(config.task, config.model.checkpoint, config.seed), folder)
         if config.rollout.starts_server:
             # Whatever goes on with the weights of the start differs from the first push then.
             proved = config.sync.prove_every and config.rollout.traits.scores_tokens
@@ -110,12 +111,11 @@ def last_error(log: str) -> str:
     return "\n".join(body)
 
 
-def _prompts(config: Config, folder: Path) -> list[str]:
+def _prompts(task: Task, folder: Path) -> list[str]:
     """The task's own prompts, cut to every length from one token on.
 
     Faults that only long contexts show must be told from those that all contexts show.
     """
-    task = build_task(config.task, config.model.checkpoint, config.seed)
     path = folder / "prompts.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for number, prompt in enumerate(task.train_prompts(1, PROMPTS)):

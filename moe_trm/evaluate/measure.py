@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from moe_trm.rollout.build import build_engine, build_sampler, sampling_params
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Answer, Evaluator, SetAnswers
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
@@ -31,6 +33,17 @@ from moe_trm.sync.rounding import Rounding
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import reward_input
+
+BARE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "replay": {"mode": "none"},
+        "probe": {"every": 0},
+        "sampling_mask": {"mode": "off"},
+        "pipeline": {"mode": "sync", "partial": "wait"},
+        "sync": {"method": "disk"},
+    }
+)
+"""Settings that leave out what only training needs of an engine: routes, masks, pushes that interrupt."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +81,11 @@ def evaluate(config: Config, weights: Path, by: str, scratch: Path, log: Path) -
             expected="at least one prompt",
             fix="Give --prompts FILE.",
         )
-    config = _bare(config)
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in BARE.items()}
+    config = config.model_copy(update=sections)
     dtype = config.learner.dtype if by == LEARNER else config.rollout.server.dtype
     with _served(config, by, log) as (attached, key):
         return asyncio.run(_evaluate(attached, weights, by, scratch, dtype, key))
-
-
-def _bare(config: Config) -> Config:
-    """The configuration without what only training needs of the engine: routes, masks, pushes that interrupt."""
-    changes: dict[str, dict[str, Any]] = {
-        "replay": {"mode": "none"},
-        "probe": {"every": 0},
-        "sampling_mask": {"mode": "off"},
-        "pipeline": {"mode": "sync", "partial": "wait"},
-        "sync": {"method": "disk"},
-    }
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    return config.model_copy(update=sections)
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def _served(config: Config, by: str, log: Path) -> Iterator[tuple[Config, str | 
         yield config, api_key_for(config.rollout)
         return
     key = api_key_for(config.rollout) or secrets.token_hex(16)
-    server = start_server(config, log, key)
+    server = start_server(Served.of(config), log, key)
     try:
         rollout = config.rollout.model_copy(update={"url": server.url})
         yield config.model_copy(update={"rollout": rollout}), key
@@ -112,7 +113,7 @@ async def _evaluate(
     )
     try:
         await task.start()
-        sampler = await build_sampler(config, engine, task, params, keep_changed=False)
+        sampler = await build_sampler(config.rollout, config.agent, engine, task, params, keep_changed=False)
         try:
             await engine.start()
             await engine.load_weights(push_of(weights, dtype, scratch))

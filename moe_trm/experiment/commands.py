@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from moe_trm.config.flat import as_yaml
+from moe_trm.doctor.preflight import check_start
 from moe_trm.errors import ConfigError, RunError
 from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
 from moe_trm.experiment.code import code_version
 from moe_trm.experiment.comparison import LEAST_PAIRS
-from moe_trm.experiment.plan import Check, ExperimentPlan, PlannedRun, check_run, make_plan
+from moe_trm.experiment.plan import Check, ExperimentPlan, PlannedRun, make_plan
 from moe_trm.experiment.processes import alone, left_to_run, run_all
 from moe_trm.experiment.progress import STATES, States
 from moe_trm.experiment.shared_server import Serve, serve
@@ -57,7 +58,7 @@ def run_experiment(
     dry_run: bool = False,
     retry_failed: bool = False,
     only_report: bool = False,
-    check: Check = check_run,
+    check: Check = check_start,
     made_of: Stages = stages,
     served_by: Serve = serve,
 ) -> int:

@@ -78,12 +78,7 @@ class ExperimentPlan:
         return {key: (first.get(key), own.get(key)) for key in different_keys(first, own)}
 
 
-def check_run(config: Config, ranks: int) -> None:
-    """The checks of `moe-trm train` before it starts anything. Raises as it does."""
-    check_start(config, world_size=ranks)
-
-
-def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_run) -> ExperimentPlan:
+def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_start) -> ExperimentPlan:
     """Read the file, resolve every arm, and refuse what cannot run or cannot be compared.
 
     `folder` is where everything goes; None: `run_dir/name` of the file. `check` is made of each arm's first run. Raises

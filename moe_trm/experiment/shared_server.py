@@ -46,10 +46,11 @@ def serve(plan: ExperimentPlan) -> Iterator[SharedServer]:
 
     It is watched and restarted as that of any run. Raises `CheckpointError` and `EngineError` as a run's start does.
     """
+    from moe_trm.rollout.servers.backend import Served
     from moe_trm.rollout.servers.watchdog import Watchdog
 
     config = plan.configs[plan.file.against]
     key = api_key_for(config.rollout) or secrets.token_hex(16)
     print(f"starting one rollout server for all runs (log: {plan.folder / LOG})", flush=True)
-    with Watchdog(config, plan.folder / LOG, key) as watchdog:
+    with Watchdog(Served.of(config), plan.folder / LOG, key) as watchdog:
         yield SharedServer(watchdog.url, key)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moe_trm.config.precision_rules import unrepeatable
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import LearnerConfig, RolloutConfig
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.sample import ProbeRows, products, standard_errors
 from moe_trm.ratios import k3
@@ -27,21 +27,21 @@ ROUNDED = "rounded"
 """Name of the snapshot with rounded weights."""
 
 
-def roundings(config: Config) -> Mapping[str, Rounding]:
+def roundings(learner: LearnerConfig, rollout: RolloutConfig) -> Mapping[str, Rounding]:
     """Roundings of a push, in its order, by the names of the shares; each with those before it.
 
     Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, where
     every pass rounds as a push does, where pushes have noise or the engine rounds once more by itself, and with
     adapters, whose factors alone are in a copy of the weights.
     """
-    rollout, found = config.rollout, dict[str, Rounding]()
+    found = dict[str, Rounding]()
     elsewhere = rollout.quantization is not None or max(rollout.norm_noise, rollout.fake_router_noise) > 0
-    inside = config.learner.round_like_rollout or config.learner.lora.rank > 0
-    if elsewhere or inside or unrepeatable(config.learner, config.rollout) is not None:
+    inside = learner.round_like_rollout or learner.lora.rank > 0
+    if elsewhere or inside or unrepeatable(learner, rollout) is not None:
         return found
-    narrows = config.learner.dtype == "float32" != rollout.server.dtype
+    narrows = learner.dtype == "float32" != rollout.server.dtype
     if rollout.fake_quantization is not None:
-        between = config.learner.dtype if narrows else rollout.server.dtype
+        between = learner.dtype if narrows else rollout.server.dtype
         found["quantization"] = Rounding(between, rollout.fake_quantization)
     if narrows:
         found["cast"] = Rounding(rollout.server.dtype, rollout.fake_quantization)

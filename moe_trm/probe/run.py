@@ -25,7 +25,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.flip_causes import flip_causes, flips_of
 from moe_trm.probe.load_balance import load_balance
 from moe_trm.probe.rounding_shares import rounding_shares, roundings
-from moe_trm.probe.sample import ProbeChoice, ProbeRows, probe_rows, products, standard_errors
+from moe_trm.probe.sample import ProbeChoice, ProbeRows, products, standard_errors
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored, anchor_source, judged_before
@@ -89,7 +89,8 @@ class Probe:
     """
 
     def __init__(self, config: Config, run_dir: Path, mode: ReplayMode) -> None:
-        self._config, self._folder, self._roundings = config, run_dir / "probe", roundings(config)
+        self._config, self._folder = config, run_dir / "probe"
+        self._roundings = roundings(config.learner, config.rollout)
         self._mode, self._choice = mode, ProbeChoice(config, mode)
 
     def due(self, step: int) -> bool:
@@ -121,8 +122,7 @@ class Probe:
         """
         if not self.due(step):
             return {}
-        number = self._choice.num_minibatches([part.mini for part in anchored])
-        rows = probe_rows(self._config, learner, anchored, step, number)
+        rows = self._choice.rows(learner, anchored, step)
         batches = rows.batches
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = self._by_rollout_routes(learner, rows)

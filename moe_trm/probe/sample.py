@@ -69,10 +69,13 @@ class ProbeRows:
 
 
 class ProbeChoice:
-    """The choice of minibatches or drawn rows for probes. `mode`: whose routes the anchors' passes use."""
+    """The choice of minibatches or drawn rows for probes, and these rows.
+
+    Of `config`, the sections that make micro-batches are read too. `mode`: whose routes the anchors' passes use.
+    """
 
     def __init__(self, config: Config, mode: ReplayMode) -> None:
-        pipeline = config.pipeline
+        pipeline, self._config = config.pipeline, config
         self._tokens = config.probe.tokens
         measured = pipeline.has_anchor_pass and pipeline.proximal != "average"
         self._replayed = mode == "R3" and measured
@@ -100,16 +103,45 @@ class ProbeChoice:
             samples += minis[-count].num_sequences
         return count if tokens <= wanted * (2 if self._replayed else 1) else 0
 
+    def rows(self, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
+        """The rows of the probe of `step`, of this rank's `anchored` rows. Collective."""
+        number = self.num_minibatches([part.mini for part in anchored])
+        return _last(anchored, number) if number else self._drawn(learner, anchored, step)
 
-def probe_rows(
-    config: Config, learner: Learner, anchored: Sequence[Anchored], step: int, num_minibatches: int
-) -> ProbeRows:
-    """The rows of the probe of `step`, of this rank's `anchored` rows. Collective. `num_minibatches`: see
-    `ProbeChoice`.
+    def _drawn(self, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
+        micros = [micro for part in anchored for micro in part.mini.micro_batches]
+        rows = [row for micro in micros for row in micro.rows]
+        own = torch.tensor([(row.record.row_id, _scored(row)) for row in rows], dtype=torch.int64)
+        ids_N, tokens_N = learner.gather(own.flatten()).cpu().view(-1, 2).numpy().T
+        order = ids_N.argsort(kind="stable")
+        ids_N, tokens_N = ids_N[order], tokens_N[order]
+        number = wanted_rows(tokens_N, self._config.probe.tokens)
+        if number == len(ids_N):
+            return _last(anchored, len(anchored))
+        places = draw(tokens_N, number, (self._config.seed, step, STREAM))
+        chosen = set(ids_N[places].tolist())
+        packed = self._micro_batches(learner, [row for row in rows if row.record.row_id in chosen])
+        padded = [collate(micro, keep_mask=self._config.keeps_masks) for micro in packed]
+        return ProbeRows(
+            [on_device(batch, learner.device, stay=FED) for batch in padded],
+            [_records(micro) for micro in packed],
+            (),
+            number,
+            len(ids_N),
+            float(tokens_N[places].sum() / tokens_N.sum()),
+        )
 
-    Of `config`, `probe.tokens`, `seed`, and what makes micro-batches are read.
-    """
-    return _last(anchored, num_minibatches) if num_minibatches else _drawn(config, learner, anchored, step)
+    def _micro_batches(self, learner: Learner, rows: Sequence[TrainRow]) -> list[MicroBatch]:
+        """This rank's rows in micro-batches of the run's size. The last ones may be empty: every rank has as many."""
+        settings = self._config.learner
+        own = on_one_rank(
+            rows,
+            micro_batch_rows=settings.micro_batch_rows,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            packed=self._config.batch.layout == "packed",
+        )
+        most = int(learner.reduce({"micro_batches:max": torch.tensor(float(len(own)))})["micro_batches:max"])
+        return [*own, *[MicroBatch(())] * (most - len(own))]
 
 
 def _last(anchored: Sequence[Anchored], number: int) -> ProbeRows:
@@ -123,29 +155,6 @@ def _last(anchored: Sequence[Anchored], number: int) -> ProbeRows:
         sum(rows[-number:]),
         sum(rows),
         sum(tokens[-number:]) / max(sum(tokens), 1),
-    )
-
-
-def _drawn(config: Config, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
-    micros = [micro for part in anchored for micro in part.mini.micro_batches]
-    rows = [row for micro in micros for row in micro.rows]
-    own = torch.tensor([(row.record.row_id, _scored(row)) for row in rows], dtype=torch.int64)
-    ids_N, tokens_N = learner.gather(own.flatten()).cpu().view(-1, 2).numpy().T
-    order = ids_N.argsort(kind="stable")
-    ids_N, tokens_N = ids_N[order], tokens_N[order]
-    number = wanted_rows(tokens_N, config.probe.tokens)
-    if number == len(ids_N):
-        return _last(anchored, len(anchored))
-    places = draw(tokens_N, number, (config.seed, step, STREAM))
-    chosen = set(ids_N[places].tolist())
-    packed = _micro_batches(config, learner, [row for row in rows if row.record.row_id in chosen])
-    return ProbeRows(
-        [on_device(collate(micro, keep_mask=config.keeps_masks), learner.device, stay=FED) for micro in packed],
-        [_records(micro) for micro in packed],
-        (),
-        number,
-        len(ids_N),
-        float(tokens_N[places].sum() / tokens_N.sum()),
     )
 
 
@@ -209,19 +218,6 @@ def products(columns: Mapping[str, Tensor], row_of: Tensor, names: Mapping[str, 
 
 def _product(one: str, other: str) -> str:
     return f"{one} * {other}"
-
-
-def _micro_batches(config: Config, learner: Learner, rows: Sequence[TrainRow]) -> list[MicroBatch]:
-    """This rank's rows in micro-batches of the run's size. The last ones may be empty: every rank has as many."""
-    settings = config.learner
-    own = on_one_rank(
-        rows,
-        micro_batch_rows=settings.micro_batch_rows,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        packed=config.batch.layout == "packed",
-    )
-    most = int(learner.reduce({"micro_batches:max": torch.tensor(float(len(own)))})["micro_batches:max"])
-    return [*own, *[MicroBatch(())] * (most - len(own))]
 
 
 def _records(micro: MicroBatch) -> list[RolloutRecord]:

@@ -47,7 +47,8 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     sampler: Sampler | None = None
     try:
         await task.start()
-        sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
+        keeps = config.replay.missing == "native"
+        sampler = await build_sampler(config.rollout, config.agent, engine, task, params, keep_changed=keeps)
         sampler = with_baseline(config.advantage, config.rollout, engine, sampler, params)
         sampler = with_teacher(config.kl, config.rollout, sampler, api_key)
         await engine.start()
@@ -85,22 +86,27 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
 
 
 async def build_sampler(
-    config: Config, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+    rollout: RolloutConfig,
+    agent: AgentConfig,
+    engine: RolloutEngine,
+    task: Task,
+    params: SamplingParams,
+    *,
+    keep_changed: bool,
 ) -> Sampler:
     """The sampler of the run: a function or an agent of the user's own, loaded here, or one answer to the prompt.
 
     Raises `ConfigError` when the function cannot be loaded.
     """
-    rollout = config.rollout
     if not rollout.has_turns and rollout.intake_processes and isinstance(engine, ServerEngine):
-        engine.write_text(config.model.checkpoint)
+        engine.write_text()
         return WrittenTurn(engine, task, params)
     if not rollout.has_turns:
         return SingleTurn(engine, task, params)
     if not engine.traits.samples_live:
         return RecordedSampler(engine, task, params)
     if rollout.agent is not None:
-        agents = agent_sampler(config.agent, rollout, engine, task, params, keep_changed=keep_changed)
+        agents = agent_sampler(agent, rollout, engine, task, params, keep_changed=keep_changed)
         await agents.start()
         return agents
     functions = function_sampler(rollout, engine, task, params, keep_changed=keep_changed)

@@ -51,7 +51,8 @@ class ServerEngine:
     def __init__(self, config: Config, api_key: str | None) -> None:
         rollout, server = config.rollout, config.rollout.server
         self._backend, self.traits = backend_of(rollout.engine), rollout.traits
-        self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
+        self._checkpoint = config.model.checkpoint
+        self._model = ServedModel.from_checkpoint(Path(self._checkpoint))
         self._wanted = RequestedFields(
             routes=wants_routes(config),
             mask=config.keeps_masks,
@@ -100,10 +101,10 @@ class ServerEngine:
         repeats = server.deterministic or (config.exact and server.device == "cuda")
         self._seeds = Seeds(config.seed if repeats else None)
 
-    def write_text(self, checkpoint: str) -> None:
-        """Let intake processes decode samples, with the tokenizer of this folder. Before `start`."""
+    def write_text(self) -> None:
+        """Let intake processes decode samples, with the tokenizer of the checkpoint. Before `start`."""
         if self._intake is not None:
-            self._intake.decode_with(checkpoint)
+            self._intake.decode_with(self._checkpoint)
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured, and this run's alone.

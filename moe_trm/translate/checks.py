@@ -8,10 +8,9 @@ from typing import Any
 
 import yaml
 
-from moe_trm.config import resolve
+from moe_trm.config import Resolved, resolve
 from moe_trm.config.load import UNSET, read_yaml
 from moe_trm.config.problems import InvalidConfigError
-from moe_trm.config.schema import Config
 from moe_trm.doctor.preflight import check_launch, smallest_world
 from moe_trm.errors import MoeTrmError
 from moe_trm.step.recipe import recipe
@@ -27,19 +26,20 @@ def failing(text: str) -> list[str]:
         file = Path(folder) / "translated.yaml"
         file.write_text(text, encoding="utf-8")
         try:
-            return _launch(resolve(file).config)
+            return _launch(resolve(file))
         except InvalidConfigError as error:
             found = [f"config show: {problem}" for problem in error.problems]
         except MoeTrmError as error:
             return [f"config show: {error}"]
         file.write_text(yaml.safe_dump(_decided(read_yaml(file))), encoding="utf-8")
         try:
-            return found + _launch(resolve(file).config)
+            return found + _launch(resolve(file))
         except MoeTrmError:
             return found
 
 
-def _launch(config: Config) -> list[str]:
+def _launch(resolved: Resolved) -> list[str]:
+    config = resolved.config
     for check in (
         lambda: recipe(config),
         lambda: check_launch(config, world_size=smallest_world(config.learner.parallel)),

@@ -17,7 +17,7 @@ from moe_trm.losses import aggregate
 from moe_trm.observe.judge import Judge
 from moe_trm.recording.scores import ScoredUpdate
 from moe_trm.step.objective import Objective
-from moe_trm.step.recipe import recipe
+from moe_trm.step.recipe import Recipe, recipe
 from moe_trm.whatif.gradient import EffectiveWeights
 from moe_trm.whatif.offline import RecordedLearner, current
 
@@ -62,15 +62,16 @@ def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
     correction = candidate.correction.model_copy(update={"decide_after": None})
     config = config.model_copy(update={"correction": correction, "loss": candidate.loss})
     try:
-        return _judged(candidate.name, config, recorded)
+        return _judged(candidate.name, Objective(config), recipe(config), correction, recorded)
     except InvalidConfigError as error:
         return RuleOutcome(candidate.name, refused="; ".join(problem.what for problem in error.problems))
     except ConfigError as error:
         return RuleOutcome(candidate.name, refused=error.what)
 
 
-def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
-    objective, chosen = Objective(config), recipe(config)
+def _judged(
+    name: str, objective: Objective, chosen: Recipe, correction: CorrectionConfig, recorded: Steps
+) -> RuleOutcome:
     recording, weights, says, verdict = RecordedLearner(), EffectiveWeights(), Judge(), ""
     learner = cast(Learner, recording)  # it does what an objective asks for, and cannot train
     steps: dict[int, Mapping[str, float]] = {}
@@ -101,7 +102,7 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
         if measured_only:
             recording.total, weights = {}, EffectiveWeights()
     pooled = summable.finalize(recording.total) | weights.summary()
-    uncalibrated = "" if recording.total else _uncalibrated(config.correction, len(recorded))
+    uncalibrated = "" if recording.total else _uncalibrated(correction, len(recorded))
     return RuleOutcome(name, "", steps, pooled, weights.histogram(), verdict, uncalibrated)
 
 

@@ -13,6 +13,7 @@ import torch
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.quickstart.warmup import warm_up
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from tests.integration.jobs import BRIEF, write_config
 
@@ -91,7 +92,9 @@ def rollout_server(rollout_config: Config, tmp_path_factory: pytest.TempPathFact
     """The running server; stopped at the end of the session."""
     if find_spec("sglang") is None:
         pytest.skip("sglang is not installed")
-    server = start_server(rollout_config, tmp_path_factory.mktemp("server") / "rollout.log", api_key="integration-key")
+    server = start_server(
+        Served.of(rollout_config), tmp_path_factory.mktemp("server") / "rollout.log", api_key="integration-key"
+    )
     try:
         yield server
     finally:
@@ -120,6 +123,6 @@ def attached(brief_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder, key = tmp_path_factory.mktemp("attached"), "key-of-the-shared-server"
     settings = ["rollout.server.dtype=float32"]
     config = load(write_config(folder, brief_checkpoint), settings)
-    server = start_server(config, folder / "rollout.log", key)
+    server = start_server(Served.of(config), folder / "rollout.log", key)
     yield [*settings, f"rollout.url={server.url}", f"rollout.api_key={key}"]
     server.stop()

@@ -16,6 +16,7 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.agents.live_session import LiveSession
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import TrainBatch
 from tests.integration.served import make_push
@@ -63,7 +64,7 @@ def test_a_server_killed_with_agents_at_work_costs_no_sample(brief_checkpoint: P
         finally:
             await controller.close()
 
-    with Watchdog(config(brief_checkpoint, tmp_path), tmp_path / "rollout.log", KEY) as watchdog:
+    with Watchdog(Served.of(config(brief_checkpoint, tmp_path)), tmp_path / "rollout.log", KEY) as watchdog:
         batches, begun = asyncio.run(drill(watchdog))
         assert watchdog.restarts == 1
     # Sessions with answers of the server that was killed went on behind them.

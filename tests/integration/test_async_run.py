@@ -18,6 +18,7 @@ from moe_trm.config import load, resolve
 from moe_trm.observe.prometheus import gauge_name
 from moe_trm.plan.modes import Mode
 from moe_trm.plan.simulate import SimulatedServers, simulate
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
@@ -220,7 +221,7 @@ def test_packs_of_stale_samples_some_of_them_dropped_train_as_padded_rows(
 
 @pytest.fixture(scope="module")
 def server(config: Path, folder: Path) -> Iterator[Server]:
-    running = start_server(load(config), folder / "shared.log", KEY)
+    running = start_server(Served.of(load(config)), folder / "shared.log", KEY)
     yield running
     running.stop()
 

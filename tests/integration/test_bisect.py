@@ -15,6 +15,7 @@ from transformers import Qwen3MoeForCausalLM
 from moe_trm.config.schema import Config
 from moe_trm.doctor.bisect import BOUNDS, differences, learner_states, served_states, verdict
 from moe_trm.learner.protocol import Scores
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.step.fixed_texts import fixed_ids
 from moe_trm.types import TokenBatch
 from tests.integration.jobs import write_config
@@ -41,7 +42,7 @@ class HuggingFace(StandInLearner):
 @pytest.mark.slow
 def test_a_change_in_one_layer_is_found_there(tiny_moe: Path, rollout_config: Config, tmp_path: Path) -> None:
     ids = fixed_ids(VOCAB)[:1]
-    served = served_states(rollout_config, tmp_path, ids[0].tolist(), LAYERS)
+    served = served_states(Served.of(rollout_config), tmp_path, ids[0].tolist(), LAYERS)
 
     def said(change: Callable[[Any], Any]) -> str:
         learner = HuggingFace(tiny_moe)

@@ -15,6 +15,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.models.tiny.families import make_family
 from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import PARAMS, check_against_hf, load, make_push, prompts, sample, with_engine
@@ -56,7 +57,7 @@ def served(
             "rollout": rollout_config.rollout.model_copy(update={"server": server}),
         }
     )
-    running = start_server(config, tmp_path_factory.mktemp("served") / "rollout.log", api_key="hybrid")
+    running = start_server(Served.of(config), tmp_path_factory.mktemp("served") / "rollout.log", api_key="hybrid")
     rollout = config.rollout.model_copy(update={"url": running.url})
     yield config.model_copy(update={"rollout": rollout}), running
     running.stop()

@@ -13,6 +13,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sessions.conversation import Conversation
@@ -86,7 +87,7 @@ def cramped(rollout_config: Config, tmp_path_factory: pytest.TempPathFactory) ->
         }
     )
     config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
-    running = start_server(config, tmp_path_factory.mktemp("cramped") / "rollout.log", api_key="cramped")
+    running = start_server(Served.of(config), tmp_path_factory.mktemp("cramped") / "rollout.log", api_key="cramped")
     rollout = config.rollout.model_copy(update={"url": running.url})
     yield policy(config.model_copy(update={"rollout": rollout}), "native"), running
     running.stop()

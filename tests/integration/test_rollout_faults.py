@@ -17,6 +17,7 @@ from benchmarks.resume_drill import books_balance, metrics_of
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import TrainBatch
@@ -78,7 +79,7 @@ def test_a_server_lost_in_the_middle_of_a_batch_costs_no_sample(
             await controller.close()
 
     started = time.monotonic()
-    with Watchdog(config(brief_checkpoint), tmp_path / "rollout.log", KEY) as watchdog:
+    with Watchdog(Served.of(config(brief_checkpoint)), tmp_path / "rollout.log", KEY) as watchdog:
         start_s = time.monotonic() - started
         batches, seconds = asyncio.run(drill(watchdog))
         restarts = watchdog.restarts
@@ -112,7 +113,7 @@ def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkp
             finally:
                 await controller.close()
 
-    server = start_server(config(brief_checkpoint), tmp_path / "rollout.log", KEY)
+    server = start_server(Served.of(config(brief_checkpoint)), tmp_path / "rollout.log", KEY)
     try:
         batch, refused = asyncio.run(drill(server))
     finally:

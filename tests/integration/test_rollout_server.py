@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sglang.backend import SglangBackend
@@ -256,6 +257,6 @@ def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(
     server = rollout_config.rollout.server.model_copy(update={"extra_args": ("--no-such-option",)})
     config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
     with pytest.raises(EngineError, match="--no-such-option") as caught:
-        start_server(config, tmp_path / "rollout.log", "key")
+        start_server(Served.of(config), tmp_path / "rollout.log", "key")
     assert caught.value.got == "sglang serve: error: unrecognized arguments: --no-such-option"
     assert "moe-trm-server-" not in str(caught.value)

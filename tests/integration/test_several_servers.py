@@ -30,6 +30,7 @@ from moe_trm.observe.lines import ProgressLines
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.fleet import Fleet
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.remote import RemoteServer
@@ -49,7 +50,9 @@ PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
 def second_server(
     rollout_config: Config, rollout_server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    server = start_server(rollout_config, tmp_path_factory.mktemp("second") / "rollout.log", rollout_server.api_key)
+    server = start_server(
+        Served.of(rollout_config), tmp_path_factory.mktemp("second") / "rollout.log", rollout_server.api_key
+    )
     yield server
     server.stop()
 

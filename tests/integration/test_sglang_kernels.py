@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moe_trm.config.schema import Config
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import RolloutRecord, SamplingParams
@@ -42,7 +43,7 @@ def own(served_config: Config, tiny_moe: Path, tmp_path_factory: pytest.TempPath
     """Those of a server without them, from the same prompts and weights."""
     folder = tmp_path_factory.mktemp("own")
     with mock.patch.dict(os.environ, {"SGLANG_PLUGINS": "moe_trm_sglang_cpu"}):
-        server = start_server(served_config, folder / "own.log", "key-of-two-ways")
+        server = start_server(Served.of(served_config), folder / "own.log", "key-of-two-ways")
     try:
         found = recorded(served_config, server, make_push(folder / "push", tiny_moe, 1))
     finally:

@@ -18,6 +18,7 @@ from launch.learner import push_folder
 from moe_trm.config.schema import Config, RolloutConfig, SyncConfig
 from moe_trm.errors import ConfigError
 from moe_trm.rollout.access import FILE, Access, await_access, giving
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.sglang.launch import launched
 from moe_trm.runtime.private import OWNER, Scratch, _machine, private_folder
 from moe_trm.sync.disk import finish_push, write_shard
@@ -117,7 +118,7 @@ def test_a_folder_that_was_swapped_is_not_what_is_deleted(commons: Path, strange
 def test_the_key_of_a_server_is_in_no_file_that_others_read(commons: Path, stranger: Stranger) -> None:
     (commons / "config.json").write_text("{}")
     config = Config.model_validate({"model": {"checkpoint": str(commons)}, "rollout": {"server": {"device": "cpu"}}})
-    with Scratch(commons) as folder, launched(config, 1, "the key", folder) as launch:
+    with Scratch(commons) as folder, launched(Served.of(config), 1, "the key", folder) as launch:
         assert "the key" not in " ".join([*launch.command, *launch.environment.values()])
         file = launch.command[launch.command.index("--config") + 1]
         assert "the key" in Path(file).read_text()

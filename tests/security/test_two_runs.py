@@ -15,6 +15,7 @@ import pytest
 from moe_trm.errors import EngineError, SyncError
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers import ownership
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.ownership import Lease, _name
 from moe_trm.rollout.servers.process import Server, start_server
 from tests.unit.rollout.test_scripted_servers import KEY, config, push, sampled
@@ -25,7 +26,7 @@ Work = Callable[[ServerEngine, ServerEngine], Awaitable[None]]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("script")
-    running = start_server(config(folder), folder / "rollout.log", KEY)
+    running = start_server(Served.of(config(folder)), folder / "rollout.log", KEY)
     yield running
     running.stop()
 

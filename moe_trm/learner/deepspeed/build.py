@@ -64,7 +64,9 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     policy = load_policy(checkpoint, config.learner.dtype, recompute=recompute, packed=packed, empty=by_parts)
     freeze(policy.causal, config.learner)
     adapters = DeepSpeedAdapters() if wanted is None else add_adapters(policy.causal, wanted)
-    engine = _initialize(policy, config, device, adapters, checkpoint if by_parts else None)
+    adam = adamw(policy.causal, config.optimizer, adapters.factors)
+    settings = zero_config(config.learner, config.optimizer)
+    engine = _initialize(policy, adam, settings, device, checkpoint if by_parts else None)
     replayer = None
     if num_experts(hf):
         replayer = HFReplayer(
@@ -127,20 +129,23 @@ def _start_process_group() -> torch.device:
 
 
 def _initialize(
-    policy: HfPolicy, config: Config, device: torch.device, adapters: DeepSpeedAdapters, unread: HfCheckpoint | None
+    policy: HfPolicy,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    device: torch.device,
+    unread: HfCheckpoint | None,
 ) -> object:
     """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole.
 
     `unread`: the checkpoint of a policy whose parameters are read now.
     """
-    deepspeed, settings = load_deepspeed(), zero_config(config.learner, config.optimizer)
+    deepspeed = load_deepspeed()
     # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as
     # transformers made them.
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    optimizer = adamw(policy.causal, config.optimizer, adapters.factors)
     if unread is not None:
         partition(policy, policy.causal, unread, settings)
-    elif config.learner.deepspeed.zero_stage == 3:
+    elif settings["zero_optimization"]["stage"] == 3:
         deepspeed.zero.Init(module=policy, config_dict_or_path=settings)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     for name, value in precise.items():

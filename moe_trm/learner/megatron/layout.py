@@ -25,17 +25,19 @@ def check_layout(
         ConfigError: a layout or combination that is refused.
         CheckpointError: a model this learner does not support.
     """
-    _check_model(config, hf_config)
-    parallel = config.learner.parallel
+    parallel, where = config.learner.parallel, f"{config.model.checkpoint}/config.json"
+    family = family_of(hf_config, where)
+    _check_model(family, where, parallel, hf_config, exact=config.exact)
+    check_routes(config, family.architecture, is_moe=bool(moe_layers(hf_config)))
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
     _check_divisibility(parallel, hf_config, world_size)
     check_shapes(config.learner, hf_config)
     check_lora(config.learner, hf_config)
 
 
-def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    where = f"{config.model.checkpoint}/config.json"
-    family = family_of(hf_config, where)
+def _check_model(
+    family: Family, where: str, parallel: ParallelConfig, hf_config: Mapping[str, Any], *, exact: bool
+) -> None:
     if family.not_in_megatron:
         raise CheckpointError(
             "Megatron-Core's learner has no such layers",
@@ -76,7 +78,7 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             )
     _check_groups(where, hf_config)
     _check_single_expert(where, family, hf_config)
-    if config.exact and not family.exact:
+    if exact and not family.exact:
         raise ConfigError(
             "this model has not been made to compute alike in both engines",
             where="config key exact",
@@ -84,24 +86,23 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             expected=" or ".join(sorted(each.architecture for each in FAMILIES.values() if each.exact)),
             fix="Set exact=false. rollout.server.dtype=float32 leaves the least rounding.",
         )
-    if family.whole_qk_norms and config.learner.parallel.tensor > 1:
+    if family.whole_qk_norms and parallel.tensor > 1:
         raise ConfigError(
             f"{family.name} norms the queries of all heads together, and the keys: tensor-parallel ranks hold some "
             "heads each",
             where="learner.parallel.tensor",
-            got=config.learner.parallel.tensor,
+            got=parallel.tensor,
             expected=1,
             fix="Use learner.parallel.expert, pipeline or context.",
         )
-    if family.expert_biases and config.learner.parallel.expert_tensor > 1:
+    if family.expert_biases and parallel.expert_tensor > 1:
         raise ConfigError(
             f"an expert of {family.name} has biases, which each rank that shares its matrices would add",
             where="learner.parallel.expert_tensor",
-            got=config.learner.parallel.expert_tensor,
+            got=parallel.expert_tensor,
             expected=1,
             fix="Use learner.parallel.expert.",
         )
-    check_routes(config, family.architecture, is_moe=bool(moe_layers(hf_config)))
 
 
 def _check_single_expert(where: str, family: Family, hf_config: Mapping[str, Any]) -> None:

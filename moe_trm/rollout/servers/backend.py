@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError, SyncError
 from moe_trm.functions.load import load_function
 from moe_trm.rollout.servers.http import EngineHttp
@@ -26,6 +27,26 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
 
 Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Served:
+    """The part of a run's settings that its servers are checked and started with.
+
+    `routes`, `masks`: answers carry the experts and the kept ids of their tokens. `exact`: as `exact` of the run.
+    """
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    seed: int
+    routes: bool
+    masks: bool
+    exact: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Served:
+        """What `config` says of its servers."""
+        return cls(config.model, config.rollout, config.seed, wants_routes(config), config.keeps_masks, config.exact)
 
 
 @dataclass(frozen=True)
@@ -93,7 +114,7 @@ class ServerBackend(AnswerFormat):
     alive_path: ClassVar[str] = "/health"
     health_path: ClassVar[str] = "/health"
 
-    def check(self, config: Config) -> None:
+    def check(self, served: Served) -> None:
         """Refuse what its servers cannot serve, from config.json alone. Raises `ConfigError`, `CheckpointError`."""
 
     def remark(self, checkpoint: Path) -> str:
@@ -104,7 +125,7 @@ class ServerBackend(AnswerFormat):
         return ""
 
     @abstractmethod
-    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
+    def launch(self, served: Served, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
         """The server of `rollout.server`, at this port and with this key; left when it is ready or has failed.
 
         `folder` is for its files: private, and removed with the server. Raises `ConfigError`, `CheckpointError`.

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from moe_trm.config.choices import server_device
-from moe_trm.config.schema import Config, ServerConfig
+from moe_trm.config.schema import ServerConfig
 from moe_trm.errors import CheckpointError, EngineError
-from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
+from moe_trm.rollout.servers.backend import Launch, Served, ServerBackend, backend_of
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline, members, signal_group
 from moe_trm.runtime.patience import patient
@@ -128,7 +128,7 @@ class Server:
             return last_words(log.read().decode(errors="replace"))
 
 
-def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
+def start_server(served: Served, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
     """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
 
     Its output goes to `log_path` with the key masked. Once `cancelled` is set, it stops waiting and ends the server.
@@ -138,7 +138,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         ConfigError: settings or weights that the engine cannot serve.
         EngineError: the port is taken, the server died while starting, or it was not ready within `startup_timeout_s`.
     """
-    checkpoint = Path(config.model.checkpoint).resolve()
+    checkpoint = Path(served.model.checkpoint).resolve()
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
             "no checkpoint to serve",
@@ -146,14 +146,14 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             got=str(checkpoint),
             expected="a folder with config.json",
         )
-    backend, settings = backend_of(config.rollout.engine), config.rollout.server
-    backend.check(config)
+    backend, settings = backend_of(served.rollout.engine), served.rollout.server
+    backend.check(served)
     log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch = Scratch()
     try:
         with (
             held_port(settings.host, settings.port) as port,
-            backend.launch(config, port, api_key, scratch.path) as launch,
+            backend.launch(served, port, api_key, scratch.path) as launch,
         ):
             server = _spawn(launch, backend, settings.host, port, log_path, api_key, scratch)
             try:

@@ -11,11 +11,12 @@ import logging
 import threading
 import time
 import urllib.parse
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, MoeTrmError
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.runtime.activity import Activity, activity_of
 from moe_trm.runtime.patience import patient
@@ -40,13 +41,13 @@ class Watchdog:
     only.
     """
 
-    def __init__(self, config: Config, log_path: Path, api_key: str) -> None:
+    def __init__(self, served: Served, log_path: Path, api_key: str) -> None:
         self._log_path, self._api_key = log_path, api_key
-        self._server = start_server(config, log_path, api_key)
+        self._server = start_server(served, log_path, api_key)
         port = urllib.parse.urlsplit(self._server.url).port
-        server = config.rollout.server.model_copy(update={"port": port})
+        server = served.rollout.server.model_copy(update={"port": port})
         self._settings = server
-        self._config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+        self._served = replace(served, rollout=served.rollout.model_copy(update={"server": server}))
         self._ending, self._over = threading.Event(), threading.Event()
         self.restarts, self._spoke = 0, True
         self._thread = threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True)
@@ -156,6 +157,6 @@ class Watchdog:
     def _start_again(self) -> None:
         self._server.stop(grace_s=0.0)
         try:
-            self._server = start_server(self._config, self._log_path, self._api_key, cancelled=self._ending)
+            self._server = start_server(self._served, self._log_path, self._api_key, cancelled=self._ending)
         except (MoeTrmError, OSError) as error:  # this thread must go on: nobody else looks after the server
             log.warning("the rollout server did not come back: %s", error)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_trm.config.engines import DEFAULT, ENGINES
-from moe_trm.config.schema import Config
 from moe_trm.errors import EngineLost, refuse_together
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.rollout.servers.backend import ServerBackend
+from moe_trm.rollout.servers.backend import Served, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.answers import SglangAnswers
@@ -39,11 +38,12 @@ class SglangBackend(SglangAnswers, ServerBackend):
     decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
     hidden_states = staticmethod(read_states)
 
-    def check(self, config: Config) -> None:
+    def check(self, served: Served) -> None:
         """See `check_quantised` of `start_folder`, and each `check_*` of `served_differences`."""
-        hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
+        checkpoint = served.model.checkpoint
+        hf, where = read_hf_config(checkpoint), f"{checkpoint}/config.json"
         refuse_together(
-            lambda: check_quantised(config.rollout, config.model),
+            lambda: check_quantised(served.rollout, served.model),
             lambda: check_indexer(hf, where),
             lambda: check_intervals(hf, where),
             lambda: check_layers(hf, where),

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
-from moe_trm.rollout.servers.backend import Launch
+from moe_trm.rollout.servers.backend import Launch, Served
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.served_differences import config_overrides
@@ -28,18 +27,18 @@ GRACE_S = 3.0
 
 
 @contextmanager
-def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
+def launched(served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
     """See `ServerBackend.launch`."""
-    settings, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
-    served = folder_to_serve(checkpoint, folder, settings.dtype)
+    settings, checkpoint = served.rollout.server, Path(served.model.checkpoint).resolve()
+    given = folder_to_serve(checkpoint, folder, settings.dtype)
     # A file only this user can read: arguments are visible to everyone on the machine.
     secret = folder / "api-key.yaml"
     write_private(secret, f'api-key: "{api_key}"\n'.encode())
-    command = launch_command(config, served, port, config_file=str(secret))
-    command += RANDOM_WEIGHTS if served != checkpoint or settings.random_weights else ()
+    command = launch_command(served, given, port, config_file=str(secret))
+    command += RANDOM_WEIGHTS if given != checkpoint or settings.random_weights else ()
     cpu = on_cpu(settings)
     alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
-    dtype, exact = settings.dtype, config.exact
+    dtype, exact = settings.dtype, served.exact
     environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=dtype, exact=exact)
     try:
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
@@ -48,9 +47,9 @@ def launched(config: Config, port: int, api_key: str, folder: Path) -> Iterator[
         secret.unlink(missing_ok=True)
 
 
-def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:
+def launch_command(served: Served, checkpoint: Path, port: int, config_file: str) -> list[str]:
     """The complete command line of the server. Raises `ConfigError` for what its device cannot do."""
-    settings = config.rollout.server
+    settings = served.rollout.server
     if settings.deterministic and on_cpu(settings):
         raise ConfigError(
             "SGLang's deterministic kernels need CUDA",
@@ -69,7 +68,7 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         "--max-total-tokens": settings.max_total_tokens,
         "--max-running-requests": settings.max_running_requests,
         "--chunked-prefill-size": settings.chunked_prefill_size,
-        "--random-seed": config.seed,
+        "--random-seed": served.seed,
         # A line for every answer takes the server longer than to read its request.
         "--log-level-http": "warning",
     }
@@ -78,7 +77,7 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         options["--json-model-override-args"] = json.dumps(overrides)
     flags = ["--enable-return-routed-experts"]
     flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
-    repeats = settings.deterministic or (config.exact and not on_cpu(settings))
+    repeats = settings.deterministic or (served.exact and not on_cpu(settings))
     flags += ["--enable-deterministic-inference"] if repeats else []
     if on_cpu(settings):
         options |= {
@@ -103,9 +102,9 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
         # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
         flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]
-    elif config.rollout.colocate:
+    elif served.rollout.colocate:
         flags += ["--enable-memory-saver"]
-    if config.rollout.quantization is not None:
-        options["--quantization"] = config.rollout.quantization
+    if served.rollout.quantization is not None:
+        options["--quantization"] = served.rollout.quantization
     arguments = [str(part) for pair in options.items() for part in pair]
     return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import ENGINES
-from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError, EngineLost
 from moe_trm.models.hf_config import read_hf_config, read_whole_config, reads_images
 from moe_trm.models.quantisation import quantisation_of
-from moe_trm.rollout.servers.backend import Launch, ServerBackend
+from moe_trm.rollout.servers.backend import Launch, Served, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.servers.process import on_cpu
@@ -37,17 +35,17 @@ class VllmBackend(VllmAnswers, ServerBackend):
     client = staticmethod(VllmClient)
     decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
 
-    def check(self, config: Config) -> None:
+    def check(self, served: Served) -> None:
         """Refuse indexers, checkpoints that are quantised or read images, masks with more kept ids than log-probs tell.
 
         Also a cache smaller than the longest sequence, and a start without vLLM. Raises `CheckpointError`,
         `ConfigError`.
         """
-        hf, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
+        hf, where = read_hf_config(served.model.checkpoint), f"{served.model.checkpoint}/config.json"
         check_indexer(hf, where)
-        if config.rollout.starts_server:
+        if served.rollout.starts_server:
             interpreter()
-        if reads_images(whole := read_whole_config(config.model.checkpoint)):
+        if reads_images(whole := read_whole_config(served.model.checkpoint)):
             raise CheckpointError(
                 "vLLM is started on a whole checkpoint here, and pushes have the names of its text alone",
                 where=where,
@@ -63,9 +61,9 @@ class VllmBackend(VllmAnswers, ServerBackend):
                 expected="none",
                 fix="Train it with rollout.engine=sglang, or from a dequantised checkpoint.",
             )
-        server, longest = config.rollout.server, int(hf["max_position_embeddings"])
+        server, longest = served.rollout.server, int(hf["max_position_embeddings"])
         shortened = any(argument.startswith("--max-model-len") for argument in server.extra_args)
-        if config.rollout.starts_server and server.max_total_tokens < longest and not shortened:
+        if served.rollout.starts_server and server.max_total_tokens < longest and not shortened:
             raise ConfigError(
                 "vLLM does not start with a cache that is smaller than the longest sequence of the model",
                 where="config key rollout.server.max_total_tokens",
@@ -73,8 +71,8 @@ class VllmBackend(VllmAnswers, ServerBackend):
                 expected=f"at least {longest}, max_position_embeddings of {where}",
                 fix='Or allow shorter sequences only: rollout.server.extra_args=["--max-model-len=N"].',
             )
-        kept = config.rollout.top_k or int(hf["vocab_size"])
-        if config.keeps_masks and kept > LISTED_IDS:
+        kept = served.rollout.top_k or int(hf["vocab_size"])
+        if served.masks and kept > LISTED_IDS:
             raise ConfigError(
                 "vLLM has no sampling masks here, and tells the kept ids only where they are few",
                 where="config key rollout.top_k",
@@ -84,11 +82,11 @@ class VllmBackend(VllmAnswers, ServerBackend):
             )
 
     @contextmanager
-    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
+    def launch(self, served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         """`python -m vllm.entrypoints.openai.api_server`, of vLLM's own environment."""
-        server, checkpoint = config.rollout.server, Path(config.model.checkpoint).resolve()
+        server, checkpoint = served.rollout.server, Path(served.model.checkpoint).resolve()
         cpu, alone = on_cpu(server), is_loopback(server.host)
-        command = launch_command(server, checkpoint, port, seed=config.seed, routes=wants_routes(config), cpu=cpu)
+        command = launch_command(server, checkpoint, port, seed=served.seed, routes=served.routes, cpu=cpu)
         environment = server_environment(os.environ, api_key, folder, cpu=cpu, alone=alone)
         yield Launch(command, environment, 0.0 if cpu else GRACE_S)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.errors import ConfigError
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.vllm.launch import interpreter
 from tests.integration.engine_contract.subject import KEY, Subject, settings
@@ -27,7 +28,7 @@ def started(engine: str, checkpoint: Path, folder: Path, **server: object) -> tu
     """A server of this engine, and how it is asked."""
     skip_without(engine)
     config = settings(engine, checkpoint, **server)
-    running = start_server(config, folder / "rollout.log", KEY)
+    running = start_server(Served.of(config), folder / "rollout.log", KEY)
     return Subject(config, running, (checkpoint, checkpoint)), running
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.server_engine import ServerEngine
-from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.backend import Served, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -323,7 +323,7 @@ def test_a_soak_of_pushes_leaves_the_last_weights(subject: Subject, tmp_path: Pa
 def test_a_server_that_is_killed_comes_back_with_its_weights(engine: str, tiny_moe: Path, tmp_path: Path) -> None:
     skip_without(engine)
     config = settings(engine, tiny_moe, max_total_tokens=8192)
-    with Watchdog(config, tmp_path / "rollout.log", KEY) as watchdog:
+    with Watchdog(Served.of(config), tmp_path / "rollout.log", KEY) as watchdog:
         first = watchdog.server
         subject = Subject(config, first, (tiny_moe, tiny_moe))
 

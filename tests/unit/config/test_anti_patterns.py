@@ -13,6 +13,7 @@ import pytest
 from moe_trm.config import resolve
 from moe_trm.config.anti_patterns import ANTI_PATTERNS, found, planned
 from moe_trm.config.load import load
+from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 
 REPOSITORY = Path(__file__).parents[3]
@@ -69,8 +70,9 @@ def test_every_row_is_planted_and_says_why_and_what_to_try() -> None:
 def test_settings_show_it_alone(name: str) -> None:
     chosen = config(PLANTED[name])
     assert names(found(chosen, [CALM])) == {name}
-    refused = name == "bypass with R2"
-    assert names(planned(chosen)) == (set() if refused else {name})
+    assert names(planned(chosen)) == {name}
+    told = [line for line in warnings(chosen) if line.startswith("anti-pattern")]
+    assert len(told) == (0 if name == "bypass with R2" else 1)
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -11,6 +11,7 @@ from moe_trm.config.rules import refusals
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.launch import launch_command
 from tests.unit.rollout.test_server_precision import config as served
@@ -54,7 +55,7 @@ def test_a_server_on_a_cpu_is_told_by_its_environment_and_one_on_cuda_by_a_flag(
     assert child_environment({}, True, tmp_path, alone=True, dtype="float32", exact=True)["MOE_TRM_EXACT"] == "1"
     assert "MOE_TRM_EXACT" not in child_environment({}, True, tmp_path, alone=True, dtype="float32")
     on_cuda = served(tmp_path, device="cuda").model_copy(update={"exact": True})
-    assert "--enable-deterministic-inference" in launch_command(on_cuda, tmp_path, 7, "k.yaml")
+    assert "--enable-deterministic-inference" in launch_command(Served.of(on_cuda), tmp_path, 7, "k.yaml")
 
 
 def test_models_that_have_not_been_compared_are_refused(tmp_path: Path) -> None:

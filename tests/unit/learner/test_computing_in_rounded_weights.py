@@ -139,8 +139,8 @@ def test_passes_round_as_the_push_of_the_run() -> None:
     )
     assert computes_in(*sections_of(config(round_like_rollout=False), "learner", "rollout", "train", "seed")) is None
     # What the learner does itself is no share of the mismatch.
-    assert not roundings(config())
-    assert roundings(config(round_like_rollout=False))
+    assert not roundings(*sections_of(config(), "learner", "rollout"))
+    assert roundings(*sections_of(config(round_like_rollout=False), "learner", "rollout"))
 
 
 @pytest.mark.parametrize(

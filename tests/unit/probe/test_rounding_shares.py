@@ -116,4 +116,4 @@ def test_only_what_the_push_rounds_and_ranks_can_repeat(
     config = Config.model_validate(
         {"model": {"checkpoint": "m"}, "learner": {"dtype": "float32", **learner}, "rollout": rollout}
     )
-    assert roundings(config) == expected
+    assert roundings(config.learner, config.rollout) == expected

@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from moe_trm.config.engines import EngineTraits
-from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.servers.backend import Array, Delivery, Launch, Requirements, ServerBackend, ServerClient
+from moe_trm.rollout.servers.backend import Array, Delivery, Launch, Requirements, Served, ServerBackend, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of, version_of
 from moe_trm.rollout.servers.question import Question
@@ -50,8 +49,8 @@ class ScriptedBackend(ServerBackend):
     alive_path = "/weights"
 
     @contextmanager
-    def launch(self, config: Config, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
-        server = config.rollout.server
+    def launch(self, served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
+        server = served.rollout.server
         program = str(Path(__file__).resolve().with_name("script_server.py"))
         command = [sys.executable, program, "--port", str(port), "--key-in", API_KEY_VARIABLE]
         yield Launch([*command, *server.extra_args], {**os.environ, API_KEY_VARIABLE: api_key})

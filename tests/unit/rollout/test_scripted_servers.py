@@ -24,7 +24,7 @@ from moe_trm.doctor.served import attached
 from moe_trm.errors import ConfigError, EngineError, SyncError
 from moe_trm.rollout.build import build_engine
 from moe_trm.rollout.server_engine import ServerEngine
-from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.backend import Served, backend_of
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.use_proof import ServerUnfit
 from moe_trm.rollout.servers.watchdog import Watchdog
@@ -87,7 +87,7 @@ async def sampled(engine: ServerEngine, count: int) -> list[RolloutRecord]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("script")
-    running = start_server(config(folder), folder / "rollout.log", KEY)
+    running = start_server(Served.of(config(folder)), folder / "rollout.log", KEY)
     yield running
     running.stop()
 
@@ -127,7 +127,7 @@ async def _ask(settings: Config, key: str) -> None:
 
 
 def test_weights_that_the_server_misread_end_the_run(tmp_path: Path) -> None:
-    running = start_server(config(tmp_path, "--misreads"), tmp_path / "rollout.log", KEY)
+    running = start_server(Served.of(config(tmp_path, "--misreads")), tmp_path / "rollout.log", KEY)
     try:
         with pytest.raises(SyncError, match="other tensors"):
             with_engine(config(tmp_path), running, lambda engine: engine.load_weights(push(tmp_path, 1)))
@@ -141,7 +141,7 @@ def scored(made: WeightPush) -> WeightPush:
 
 
 def test_a_server_that_decodes_with_the_first_weights_stops_the_run_after_a_second_push(tmp_path: Path) -> None:
-    running = start_server(config(tmp_path, "--stale"), tmp_path / "rollout.log", KEY)
+    running = start_server(Served.of(config(tmp_path, "--stale")), tmp_path / "rollout.log", KEY)
 
     async def work(engine: ServerEngine) -> dict[str, float]:
         await engine.load_weights(scored(push(tmp_path, 1)))
@@ -162,7 +162,10 @@ def test_a_server_that_decodes_with_the_first_weights_stops_the_run_after_a_seco
 
 @pytest.mark.parametrize("rolling", [False, True])
 def test_the_run_goes_on_without_a_server_that_decodes_with_the_first_weights(rolling: bool, tmp_path: Path) -> None:
-    pair = [start_server(config(tmp_path, *extra), tmp_path / f"{len(extra)}.log", KEY) for extra in ((), ("--stale",))]
+    pair = [
+        start_server(Served.of(config(tmp_path, *extra)), tmp_path / f"{len(extra)}.log", KEY)
+        for extra in ((), ("--stale",))
+    ]
 
     async def work(engine: ServerEngine) -> list[RolloutRecord]:
         for version in (1, 2, 3):
@@ -185,7 +188,7 @@ def test_the_run_goes_on_without_a_server_that_decodes_with_the_first_weights(ro
 
 def test_a_server_that_is_not_proved_by_use_has_no_version(tmp_path: Path) -> None:
     """Weights that do not pass are not served: a repair would take the label of the push for a proof."""
-    running = start_server(config(tmp_path), tmp_path / "rollout.log", KEY)
+    running = start_server(Served.of(config(tmp_path)), tmp_path / "rollout.log", KEY)
 
     async def work(engine: ServerEngine) -> None:
         wrong = msgspec.structs.replace(push(tmp_path, 1), texts=(ScoredText((1, 2), (-9.0,)),))
@@ -200,7 +203,7 @@ def test_a_server_that_is_not_proved_by_use_has_no_version(tmp_path: Path) -> No
 
 
 def test_a_push_interrupts_an_answer_which_goes_on_with_the_new_weights(tmp_path: Path) -> None:
-    running = start_server(config(tmp_path, "--token-s", "0.2"), tmp_path / "rollout.log", KEY)
+    running = start_server(Served.of(config(tmp_path, "--token-s", "0.2")), tmp_path / "rollout.log", KEY)
 
     async def work(engine: ServerEngine) -> RolloutRecord:
         await engine.load_weights(push(tmp_path, 1))
@@ -220,7 +223,7 @@ def test_a_push_interrupts_an_answer_which_goes_on_with_the_new_weights(tmp_path
 
 def test_a_server_that_is_killed_is_restarted_and_given_its_weights_again(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    with Watchdog(settings, tmp_path / "rollout.log", KEY) as watchdog:
+    with Watchdog(Served.of(settings), tmp_path / "rollout.log", KEY) as watchdog:
         first = watchdog.server
 
         async def work(engine: ServerEngine) -> list[RolloutRecord]:

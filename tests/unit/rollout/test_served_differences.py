@@ -17,6 +17,7 @@ from moe_trm.doctor.served import known_difference
 from moe_trm.errors import CheckpointError
 from moe_trm.models.hf_config import LAYER_KEYS
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.sglang.served_differences import (
@@ -149,7 +150,7 @@ def test_a_model_with_an_indexer_is_served_by_no_server(family: str, tmp_path: P
     for backend in (SglangBackend(), VllmBackend()):
         if family in ("deepseek_v32", "glm_moe_dsa"):
             with pytest.raises(CheckpointError, match=r"(?s)sends no positions.*rollout\.engine=bundle"):
-                backend.check(config)
+                backend.check(Served.of(config))
         else:
             check_indexer(hf_of(family), "config.json")
 

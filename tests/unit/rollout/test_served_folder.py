@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError
-from moe_trm.rollout.servers.backend import Requirements
+from moe_trm.rollout.servers.backend import Requirements, Served
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.rollout.servers.question import RequestedFields
@@ -34,7 +34,7 @@ def test_only_quantised_weights_are_left_to_the_first_push(
     (tmp_path / "config.json").write_text(json.dumps(hf))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"8 bits each")
-    server = start_server(config(tmp_path), tmp_path / "run" / "rollout.log", "key")
+    server = start_server(Served.of(config(tmp_path)), tmp_path / "run" / "rollout.log", "key")
     command = Path(f"/proc/{server.process.pid}/cmdline").read_text().split("\0")
     served = Path(command[command.index("--model-path") + 1])
     files = {path.name: path.read_text() for path in served.iterdir() if path.suffix == ".json"}

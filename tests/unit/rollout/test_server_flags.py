@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.rollout.sglang.server_flags import BREAKS, SETTINGS, refusals
 
@@ -52,7 +53,7 @@ def test_a_server_that_somebody_else_starts_is_not_judged_by_them() -> None:
 def test_every_argument_of_the_launcher_is_known(tmp_path: Path) -> None:
     """A new one is either guarded, or may be replaced."""
     (tmp_path / "config.json").write_text("{}")
-    command = launch_command(config(quantization="fp8", colocate=True), tmp_path, 7, "key.yaml")
+    command = launch_command(Served.of(config(quantization="fp8", colocate=True)), tmp_path, 7, "key.yaml")
     named = {argument for argument in command if argument.startswith("--")}
     assert named <= {*SETTINGS, *BREAKS} | MAY_DIFFER
     assert dict(pairwise(command))["--quantization"] == "fp8"

@@ -14,6 +14,7 @@ from moe_trm.config.precision_rules import refusals, surprises
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.rollout.server_engine import Seeds, ServerEngine
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.types import Prompt, SamplingParams
 from tests.unit.rollout.local_app import listening
@@ -34,8 +35,8 @@ def refused(chosen: Config) -> list[Any]:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_float32_head_is_an_option_of_the_server_on_every_device(tmp_path: Path, device: str) -> None:
     option = "--enable-fp32-lm-head"
-    assert option in launch_command(config(tmp_path, device=device, fp32_head=True), tmp_path, 7, "k.yaml")
-    assert option not in launch_command(config(tmp_path, device=device), tmp_path, 7, "k.yaml")
+    assert option in launch_command(Served.of(config(tmp_path, device=device, fp32_head=True)), tmp_path, 7, "k.yaml")
+    assert option not in launch_command(Served.of(config(tmp_path, device=device)), tmp_path, 7, "k.yaml")
 
 
 def test_a_float32_head_of_a_float32_server_changes_nothing(tmp_path: Path) -> None:
@@ -50,11 +51,13 @@ def test_a_float32_head_of_a_float32_server_changes_nothing(tmp_path: Path) -> N
 
 def test_deterministic_sampling_is_refused_on_a_cpu_with_its_own_reason(tmp_path: Path) -> None:
     option = "--enable-deterministic-inference"
-    assert option in launch_command(config(tmp_path, device="cuda", deterministic=True), tmp_path, 7, "k.yaml")
+    assert option in launch_command(
+        Served.of(config(tmp_path, device="cuda", deterministic=True)), tmp_path, 7, "k.yaml"
+    )
     [problem] = refused(config(tmp_path, device="cpu", deterministic=True))
     assert (problem.key, "need CUDA" in problem.what) == ("rollout.server.deterministic", True)
     with pytest.raises(ConfigError, match="need CUDA"):
-        launch_command(config(tmp_path, device="cpu", deterministic=True), tmp_path, 7, "k.yaml")
+        launch_command(Served.of(config(tmp_path, device="cpu", deterministic=True)), tmp_path, 7, "k.yaml")
     assert not refused(config(tmp_path, device="cpu", deterministic=True, url="http://127.0.0.1:9"))
 
 

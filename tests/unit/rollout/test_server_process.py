@@ -24,6 +24,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.servers import process as supervisor
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.rollout.servers.process import start_server
 from moe_trm.rollout.sglang.environment import child_environment
@@ -39,7 +40,7 @@ def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) 
 
 @pytest.mark.parametrize("extra", [(), ("--stubborn", "yes")])
 def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path, extra: tuple[str, ...]) -> None:
-    server = start_server(config(tmp_path, *extra), tmp_path / "run" / "rollout.log", "secret-key")
+    server = start_server(Served.of(config(tmp_path, *extra)), tmp_path / "run" / "rollout.log", "secret-key")
     pids = [int(pid) for pid in pids_file.read_text().split()]
     running, left = [alive(pid) for pid in pids], left_by(pids[0], server.scratch.path)
     started = time.monotonic()
@@ -55,7 +56,7 @@ def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path
 
 def test_a_semaphore_made_while_it_serves_goes_with_the_server(tmp_path: Path, pids_file: Path) -> None:
     """A kill of the group takes Python's resource tracker too, which would have removed it."""
-    server = start_server(config(tmp_path), tmp_path / "rollout.log", "secret-key")
+    server = start_server(Served.of(config(tmp_path)), tmp_path / "rollout.log", "secret-key")
     try:
         assert server.answers("/model_info", timeout_s=20)
         name = Path(f"{pids_file}.lock").read_text()
@@ -77,7 +78,7 @@ def test_a_server_answers_although_nobody_reads_its_output(
 ) -> None:
     """As when the process that watches it is stopped: more than any pipe holds."""
     monkeypatch.setattr(supervisor, "_pump", lambda process, source, *rest: source.close())
-    server = start_server(config(tmp_path, "--chatty", "yes"), tmp_path / "rollout.log", "secret-key")
+    server = start_server(Served.of(config(tmp_path, "--chatty", "yes")), tmp_path / "rollout.log", "secret-key")
     try:
         for _ in range(3):
             with urllib.request.urlopen(f"{server.url}/health", timeout=20) as response:
@@ -91,7 +92,7 @@ def test_output_that_has_been_copied_is_not_kept(
 ) -> None:
     monkeypatch.setattr(supervisor, "KEPT_OUTPUT_BYTES", 1000)
     log = tmp_path / "rollout.log"
-    server = start_server(config(tmp_path, "--chatty", "yes"), log, "secret-key")
+    server = start_server(Served.of(config(tmp_path, "--chatty", "yes")), log, "secret-key")
     try:
         for _ in range(3):
             urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
@@ -156,7 +157,7 @@ def test_a_full_disk_under_its_log_does_not_let_the_output_pile_up(
     monkeypatch.setattr(supervisor, "KEPT_OUTPUT_BYTES", 1000)
     log = tmp_path / "rollout.log"
     log.symlink_to("/dev/full")
-    server = start_server(config(tmp_path, "--chatty", "yes"), log, "secret-key")
+    server = start_server(Served.of(config(tmp_path, "--chatty", "yes")), log, "secret-key")
     try:
         for _ in range(3):
             urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
@@ -171,7 +172,7 @@ def test_a_full_disk_under_its_log_does_not_let_the_output_pile_up(
 
 def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_path: Path, pids_file: Path) -> None:
     log = tmp_path / "rollout.log"
-    server = start_server(config(tmp_path), log, "secret-key")
+    server = start_server(Served.of(config(tmp_path)), log, "secret-key")
     arguments = Path(f"/proc/{server.process.pid}/cmdline").read_text()
     environment = Path(f"/proc/{server.process.pid}/environ").read_text()
     server.stop(grace_s=0.5)
@@ -182,7 +183,7 @@ def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_pa
 
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path, pids_file: Path) -> None:
     with pytest.raises(EngineError, match="died while starting") as caught:
-        start_server(config(tmp_path, "--die", "yes"), tmp_path / "rollout.log", "key")
+        start_server(Served.of(config(tmp_path, "--die", "yes")), tmp_path / "rollout.log", "key")
     said = str(caught.value)
     assert "bad option: --die" in said
     # Neither its arguments nor a file that is gone again.
@@ -195,13 +196,13 @@ def test_a_server_that_dies_does_not_tell_what_one_before_it_wrote(tmp_path: Pat
     log = tmp_path / "rollout.log"
     log.write_text("Traceback (most recent call last):\n  File x\nValueError: of an earlier run\n")
     with pytest.raises(EngineError, match="died while starting") as caught:
-        start_server(config(tmp_path, "--die", "yes"), log, "key")
+        start_server(Served.of(config(tmp_path, "--die", "yes")), log, "key")
     assert "earlier run" not in str(caught.value)
 
 
 def test_a_server_that_never_answers_is_stopped(tmp_path: Path, pids_file: Path) -> None:
     with pytest.raises(EngineError, match="did not become ready"):
-        start_server(config(tmp_path, "--never", "yes", timeout_s=2.0), tmp_path / "rollout.log", "key")
+        start_server(Served.of(config(tmp_path, "--never", "yes", timeout_s=2.0)), tmp_path / "rollout.log", "key")
     assert wait_until_dead([int(pid) for pid in pids_file.read_text().split()])
 
 
@@ -211,12 +212,12 @@ def test_a_taken_port_is_refused_at_once(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(EngineError, match="not available"):
-            start_server(config(tmp_path, port=taken.getsockname()[1]), tmp_path / "rollout.log", "key")
+            start_server(Served.of(config(tmp_path, port=taken.getsockname()[1])), tmp_path / "rollout.log", "key")
 
 
 def test_a_missing_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to serve"):
-        start_server(config(tmp_path / "nowhere"), tmp_path / "rollout.log", "key")
+        start_server(Served.of(config(tmp_path / "nowhere")), tmp_path / "rollout.log", "key")
 
 
 def test_the_launcher_stops_its_server_on_a_signal(tmp_path: Path, pids_file: Path) -> None:
@@ -243,7 +244,7 @@ def test_the_launcher_stops_its_server_on_a_signal(tmp_path: Path, pids_file: Pa
 
 def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    cpu = launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
+    cpu = launch_command(Served.of(config(tmp_path)), tmp_path, 7, "k.yaml")
     pairs = dict(pairwise(cpu))
     assert pairs["--attention-backend"] == "torch_native"
     assert pairs["--max-total-tokens"] == "65536"
@@ -252,7 +253,10 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     server = config(tmp_path).rollout.server.model_copy(update={"device": "cuda"})
     base = config(tmp_path)
     cuda = launch_command(
-        base.model_copy(update={"rollout": base.rollout.model_copy(update={"server": server})}), tmp_path, 7, "k.yaml"
+        Served.of(base.model_copy(update={"rollout": base.rollout.model_copy(update={"server": server})})),
+        tmp_path,
+        7,
+        "k.yaml",
     )
     assert "--enable-return-routed-experts" in cuda
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
@@ -269,16 +273,16 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
 def test_a_hybrid_gets_rows_for_its_states_and_the_interval_that_transformers_does_not_write(tmp_path: Path) -> None:
     hf = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    pairs = dict(pairwise(launch_command(config(tmp_path), tmp_path, 7, "k.yaml")))
+    pairs = dict(pairwise(launch_command(Served.of(config(tmp_path)), tmp_path, 7, "k.yaml")))
     assert json.loads(pairs["--json-model-override-args"]) == {"full_attention_interval": 4}
     assert int(pairs["--max-mamba-cache-size"]) == 4 * int(pairs["--max-running-requests"])
     (tmp_path / "config.json").write_text(json.dumps({**hf, "full_attention_interval": 4}))
-    assert "--json-model-override-args" not in launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
+    assert "--json-model-override-args" not in launch_command(Served.of(config(tmp_path)), tmp_path, 7, "k.yaml")
 
 
 def test_attention_with_sinks_has_a_backend_of_its_own_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 2}')
-    command = launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
+    command = launch_command(Served.of(config(tmp_path)), tmp_path, 7, "k.yaml")
     assert dict(pairwise(command))["--attention-backend"] == "triton"
     assert "--disable-hybrid-swa-memory" in command
 
@@ -290,7 +294,7 @@ def test_only_a_server_on_a_gpu_can_free_its_memory(tmp_path: Path, device: str,
     shared = Config.model_validate(
         {"model": {"checkpoint": str(tmp_path)}, "rollout": {"colocate": True, "server": server}}
     )
-    assert ("--enable-memory-saver" in launch_command(shared, tmp_path, 7, "k.yaml")) is frees
+    assert ("--enable-memory-saver" in launch_command(Served.of(shared), tmp_path, 7, "k.yaml")) is frees
 
 
 OWNER = """
@@ -299,9 +303,10 @@ from pathlib import Path
 from typing import Any
 from tests.unit.rollout.test_server_process import config
 from moe_trm.rollout.servers import process as supervisor
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.rollout.servers.process import start_server
-server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
+server = start_server(Served.of(config(Path(sys.argv[1]))), Path(sys.argv[1]) / "rollout.log", "key")
 print("serving", flush=True)
 sys.stdin.read()
 """

@@ -17,7 +17,7 @@ import torch
 from moe_trm.config.rules import refusals
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError, EngineError, EngineLost, SyncError
-from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
+from moe_trm.rollout.servers.backend import Delivery, Requirements, Served, backend_of
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -46,7 +46,7 @@ def keys(settings: Config) -> set[str]:
 
 
 def command_of(settings: Config) -> list[str]:
-    with backend_of("vllm").launch(settings, 7, "a-secret", Path("scratch")) as started:
+    with backend_of("vllm").launch(Served.of(settings), 7, "a-secret", Path("scratch")) as started:
         return [*started.command]
 
 
@@ -76,7 +76,7 @@ def test_a_server_is_started_without_what_vllm_is_known_to_trip_over(
 
 def test_the_key_is_in_the_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreter", lambda: Path("/v/bin/python"))
-    with backend_of("vllm").launch(config(tmp_path), 7, "a-secret", tmp_path) as started:
+    with backend_of("vllm").launch(Served.of(config(tmp_path)), 7, "a-secret", tmp_path) as started:
         assert "a-secret" not in " ".join(started.command)
         assert started.environment["MOE_TRM_API_KEY"] == "a-secret"
         assert started.environment["VLLM_NO_USAGE_STATS"] == "1"
@@ -115,23 +115,23 @@ def test_checkpoints_that_it_cannot_serve_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: Path("/v/bin/python"))
     wide = config(tmp_path, SIZES | {"vocab_size": 5000}, sampling_mask={"mode": "keep"}, rollout={"top_p": 0.9})
     with pytest.raises(ConfigError, match="kept ids"):
-        backend.check(wide)
-    backend.check(config(tmp_path, SIZES | {"vocab_size": 5000}, rollout={"top_p": 0.9, "top_k": 64}))
+        backend.check(Served.of(wide))
+    backend.check(Served.of(config(tmp_path, SIZES | {"vocab_size": 5000}, rollout={"top_p": 0.9, "top_k": 64})))
     with pytest.raises(ConfigError, match="smaller than the longest sequence"):
-        backend.check(config(tmp_path, rollout={"server": {"max_total_tokens": 64}}))
+        backend.check(Served.of(config(tmp_path, rollout={"server": {"max_total_tokens": 64}})))
     short = {"max_total_tokens": 64, "extra_args": ["--max-model-len=64"]}
-    backend.check(config(tmp_path, rollout={"server": short}))
+    backend.check(Served.of(config(tmp_path, rollout={"server": short})))
     monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: interpreter(str(tmp_path / ".venv")))
     with pytest.raises(ConfigError, match="not installed"):
-        backend.check(config(tmp_path))
-    backend.check(config(tmp_path, rollout={"url": "http://127.0.0.1:9"}))
+        backend.check(Served.of(config(tmp_path)))
+    backend.check(Served.of(config(tmp_path, rollout={"url": "http://127.0.0.1:9"})))
     monkeypatch.setattr("moe_trm.rollout.vllm.backend.interpreter", lambda: Path("/v/bin/python"))
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     with pytest.raises(CheckpointError, match="quantised"):
-        backend.check(config(tmp_path, SIZES | {"quantization_config": fp8}))
+        backend.check(Served.of(config(tmp_path, SIZES | {"quantization_config": fp8})))
     images = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": SIZES}
     with pytest.raises(CheckpointError, match="names of its text alone"):
-        backend.check(config(tmp_path, images))
+        backend.check(Served.of(config(tmp_path, images)))
 
 
 SERVED = {

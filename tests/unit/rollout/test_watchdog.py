@@ -15,6 +15,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers import watchdog as watchdog_module
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.watchdog import Watchdog
 from tests.unit.processes import wait_until_dead
@@ -44,7 +45,7 @@ def until(happened: Callable[[], bool], patience_s: float = 20.0) -> None:
 def test_a_server_that_is_lost_is_started_again_on_its_port(
     fault: signal.Signals, tmp_path: Path, pids_file: Path
 ) -> None:
-    with Watchdog(settings(tmp_path), tmp_path / "rollout.log", "key") as watchdog:
+    with Watchdog(Served.of(settings(tmp_path)), tmp_path / "rollout.log", "key") as watchdog:
         url, first = watchdog.url, watchdog.server.process.pid
         lost = [int(pid) for pid in pids_file.read_text().split()]
         os.killpg(first, fault)
@@ -59,7 +60,7 @@ def test_a_restart_that_the_machine_refuses_is_tried_again(
     tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a full disk. The thread that watches is the only one that can."""
-    with Watchdog(settings(tmp_path), tmp_path / "rollout.log", "key") as watchdog:
+    with Watchdog(Served.of(settings(tmp_path)), tmp_path / "rollout.log", "key") as watchdog:
         first, start, refusals = watchdog.server.process.pid, start_server, [OSError("full")]
 
         def refuses_once(*args: Any, **options: Any) -> Server:
@@ -74,7 +75,7 @@ def test_a_restart_that_the_machine_refuses_is_tried_again(
 
 
 def test_after_its_last_restart_a_server_is_given_up(tmp_path: Path, pids_file: Path) -> None:
-    with Watchdog(settings(tmp_path, max_restarts=0), tmp_path / "rollout.log", "key") as watchdog:
+    with Watchdog(Served.of(settings(tmp_path, max_restarts=0)), tmp_path / "rollout.log", "key") as watchdog:
         os.killpg(watchdog.server.process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="given up after 0 restarts"):
             watchdog.wait()
@@ -84,7 +85,7 @@ def test_a_server_that_is_late_because_it_computes_gets_more_time(
     tmp_path: Path, pids_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     busy = settings(tmp_path, silence_timeout_s=0.3, extra_args=("--burn", "1.2"))
-    with Watchdog(busy, tmp_path / "rollout.log", "key") as watchdog:
+    with Watchdog(Served.of(busy), tmp_path / "rollout.log", "key") as watchdog:
         first = watchdog.server.process.pid
         until(lambda: "it gets more time" in caplog.text)
         with urllib.request.urlopen(f"{watchdog.url}/model_info", timeout=20) as answer:
@@ -100,7 +101,7 @@ def test_a_server_that_sleeps_or_computes_for_ever_hangs(
 ) -> None:
     """The second one is busy, which is no excuse beyond the longest standstill."""
     hanging = settings(tmp_path, silence_timeout_s=0.3, hang_timeout_s=0.8, max_restarts=0, extra_args=(fault, "60"))
-    with Watchdog(hanging, tmp_path / "rollout.log", "key") as watchdog:
+    with Watchdog(Served.of(hanging), tmp_path / "rollout.log", "key") as watchdog:
         with pytest.raises(EngineError, match="given up after 0 restarts"):
             watchdog.wait()
         assert said in caplog.text

@@ -99,7 +99,7 @@ def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
         *sections_of(config().model_copy(update={"learner": learner}), "learner", "rollout", "train", "seed")
     ) == Rounding("bfloat16")
     # What nobody repeats is not called rounding.
-    assert not roundings(config(fake_quantization="int8"))
+    assert not roundings(*sections_of(config(fake_quantization="int8"), "learner", "rollout"))
 
 
 def test_it_is_told_that_the_rollout_is_a_policy_of_its_own() -> None:
@@ -165,7 +165,7 @@ def test_a_run_with_noisy_routers_says_loudly_that_it_is_an_experiment() -> None
     assert "replay.max_local_flip_rate=1.0 measures them" in said
     # A fault that is planted is no rounding on purpose: the verdict and the doctor name it.
     assert noisy.rollout.rounds_weights is None
-    assert not roundings(noisy)
+    assert not roundings(noisy.learner, noisy.rollout)
     plain = "\n".join(warnings(config(norm_noise=0.0, fake_router_noise_each_push=True)))
     assert "rollout.fake_router_noise_each_push has no effect: rollout.fake_router_noise=0" in plain
     assert "EXPERIMENT" not in plain

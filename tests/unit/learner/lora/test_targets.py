@@ -124,8 +124,8 @@ def test_idle_settings_and_what_is_not_measured() -> None:
     ]
     (told,) = lora_rules.idle_settings(config({}, freeze_router=True).learner)
     assert "no router has an adapter" in told
-    assert roundings(config({"rank": 0}))
-    assert not roundings(config({}))
+    assert roundings(*sections_of(config({"rank": 0}), "learner", "rollout"))
+    assert not roundings(*sections_of(config({}), "learner", "rollout"))
     assert any("probe/cast_k3_kl" in line for line in rules.warnings(config({})))
     assert not list(lora_rules.surprises(*sections_of(config({}, dtype="bfloat16"), "learner", "rollout", "probe")))
 
