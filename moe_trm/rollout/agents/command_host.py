@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.command import run_command
+from moe_trm.functions.command_line import run_command
 from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.agents.request import MODEL
 from moe_trm.rollout.credentials import without_key

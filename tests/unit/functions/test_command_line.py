@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm.functions.command import run_command
+from moe_trm.functions.command_line import run_command
 from moe_trm.functions.process import FunctionFailed
 from moe_trm.runtime import children
 from moe_trm.runtime.lifeline import marked
