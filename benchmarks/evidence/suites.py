@@ -101,7 +101,7 @@ SUITES: Mapping[str, Suite] = {
     "published_dose": Suite(
         "Held-out success after 500 steps at the published share of flips",
         late=451,
-        against={"none": ()},
+        against={"none": (), "R3": ("no_noise",)},
         compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
