@@ -79,8 +79,8 @@ SUITES: Mapping[str, Suite] = {
     "router_noise": Suite(
         "Held-out success after the last step, answered by the noisy engine",
         late=71,
-        # The lower rate was compared with R3 when it was known to end high.
-        against={"none": (), "R3": ("R3_TIS", "R3_TRM_Max", "lower_rate")},
+        # The lower rate was compared with R3, and joined to it, when it was known to end high.
+        against={"none": (), "R3": ("R3_TIS", "R3_TRM_Max", "lower_rate"), "lower_rate": ("R3_lower_rate",)},
         compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
