@@ -46,7 +46,14 @@ class Served:
     @classmethod
     def of(cls, config: Config) -> Served:
         """What `config` says of its servers."""
-        return cls(config.model, config.rollout, config.seed, wants_routes(config), config.keeps_masks, config.exact)
+        return cls(
+            config.model,
+            config.rollout,
+            config.seed,
+            routes=wants_routes(config),
+            masks=config.keeps_masks,
+            exact=config.exact,
+        )
 
 
 @dataclass(frozen=True)
