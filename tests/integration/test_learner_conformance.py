@@ -309,7 +309,7 @@ def test_replay_is_counted_and_proved(finished: Finished, run: str) -> None:
 @pytest.mark.parametrize("run", EVERY_MODEL)
 def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: str) -> None:
     ranks = finished[run]
-    for rank in range(2):
+    for rank in range(ranks.num_ranks):
         facts = ranks.saved(run, "facts", rank)
         for kind in ("deaf", "of_no_sample", "misplaced", "shifted", "swapped", "unknown_snapshot"):
             assert facts[kind] == 1.0, kind
@@ -319,7 +319,7 @@ def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: 
 
 @pytest.mark.parametrize("run", EVERY_MODEL)
 def test_one_wrong_sample_of_many_is_named_and_a_router_that_moved_is_not_accused(finished: Finished, run: str) -> None:
-    for rank in range(2):
+    for rank in range(finished[run].num_ranks):
         facts = {name: float(value) for name, value in finished[run].saved(run, "facts", rank).items()}
         told = {name: value for name, value in facts.items() if name.startswith("liar_")}
         assert told.keys() >= {"liar_random", "liar_shifted", "liar_a_quarter_shifted", "liar_one_layer"}

@@ -138,6 +138,7 @@ def _start_process_group() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        cpu_shim.define_router_gemm()
     else:
         cpu_shim.install()
         device = torch.device("cpu")

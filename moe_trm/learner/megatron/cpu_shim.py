@@ -1,7 +1,8 @@
 """Makes Megatron-Core run where there is no CUDA. The one module of this project that patches third-party state.
 
 Megatron-Core asks for CUDA devices, streams and generators by name. `install()` points each of these requests at the
-CPU. Every patch below names the line of Megatron-Core 0.16.1 it answers; none is applied when CUDA is present.
+CPU. Every patch below names the line of Megatron-Core 0.16.1 it answers. None is applied when CUDA is present, but
+for `define_router_gemm`, which answers the absence of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def install() -> None:
         return
     _install_torch_cuda()
     _install_random_state()
-    _install_router_gemm()
+    define_router_gemm()
     _install_plain_router_bias()
     _install_latent_attention()
     _install_dispatcher()
@@ -130,7 +131,8 @@ def _install_random_state() -> None:
     mcore_random._set_cuda_rng_state = set_state
 
 
-def _install_router_gemm() -> None:
+def define_router_gemm() -> None:
+    """Let routers multiply by torch's product where Transformer Engine does not import, on CUDA too."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     # moe_utils.py:1192 tests `te_general_gemm is not None`, but :34 defines it only when Transformer Engine imports.

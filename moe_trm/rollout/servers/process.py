@@ -275,7 +275,7 @@ def _ended(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     name = signal.Signals(-status).name
-    return f"ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+    return f"ended by {name}" + (", by itself after an error or for want of memory" if name == "SIGKILL" else "")
 
 
 def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:

@@ -15,7 +15,7 @@ from moe_trm.models.registry import find_family
 from moe_trm.rollout.servers.backend import Launch, Served
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.sglang.environment import child_environment
-from moe_trm.rollout.sglang.served_differences import config_overrides
+from moe_trm.rollout.sglang.served_differences import check_heads, config_overrides
 from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
 from moe_trm.runtime.addresses import is_loopback
 from moe_trm.runtime.private import write_private
@@ -58,6 +58,9 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
             expected="false, or a CUDA device",
             fix="set rollout.server.deterministic=false; rollout.server.dtype=float32 leaves the least rounding here",
         )
+    hf = read_hf_config(checkpoint)
+    if not on_cpu(settings):
+        check_heads(hf, settings.dtype, f"{checkpoint}/config.json")
     options = {
         "--config": config_file,
         "--model-path": str(checkpoint),
@@ -72,7 +75,6 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
         # A line for every answer takes the server longer than to read its request.
         "--log-level-http": "warning",
     }
-    hf = read_hf_config(checkpoint)
     if overrides := config_overrides(hf):
         options["--json-model-override-args"] = json.dumps(overrides)
     flags = ["--enable-return-routed-experts"]

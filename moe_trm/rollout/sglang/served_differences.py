@@ -37,6 +37,8 @@ _SAID = MappingProxyType({"scoring_func": "sigmoid", "use_qk_norm": True, "use_r
 HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
 _INTERVAL = "full_attention_interval"
+ROTATED_HEADS = (64, 128, 256, 512)
+"""Head sizes of the CUDA kernel by which SGLang rotates keys and stores them in a bfloat16 cache."""
 _EVERY_NORM = 1e-5
 """SGLang's epsilon in every norm of OLMoE."""
 
@@ -97,6 +99,23 @@ def check_layers(hf: HfConfig, where: str) -> None:
             "those without weights in the checkpoint would be random",
             fix="Train this model with rollout.engine=bundle, or with an engine of your own that serves dense layers.",
         )
+
+
+def check_heads(hf: HfConfig, dtype: str, where: str) -> None:
+    """Refuse a Qwen3-MoE with heads that SGLang cannot serve on CUDA in bfloat16.
+
+    Raises:
+        CheckpointError: the server would die while it captures its graphs: "save kv cache is not supported".
+    """
+    if hf.get("architectures") != ["Qwen3MoeForCausalLM"] or dtype != "bfloat16" or head_dim(hf) in ROTATED_HEADS:
+        return
+    raise CheckpointError(
+        "SGLang 0.5.23 does not serve heads of this size on CUDA in bfloat16",
+        where=f"{where}, head_dim",
+        got=str(head_dim(hf)),
+        expected=f"one of {', '.join(map(str, ROTATED_HEADS))}",
+        fix="Set rollout.server.dtype=float32, or rollout.server.device=cpu; published models have one of these sizes.",
+    )
 
 
 def check_options(hf: HfConfig, where: str) -> None:

@@ -106,7 +106,7 @@ def natural(
     if layers:
         mine = torch.stack([recorded.by_row(layer, rows, length) for layer in layers], dim=2)
     # -1 stands where another rank has the token.
-    whole = (learner.sum_over_slices((mine + 1).double()) - 1).long().numpy()
+    whole = (learner.sum_over_slices((mine + 1).double()) - 1).long().cpu().numpy()
     for row, sample in enumerate(batch.sample_ids):
         tokens = int(batch.valid[row].sum())
         if not tokens:
@@ -116,7 +116,7 @@ def natural(
         # A pipeline rank may have no MoE layer, and nothing to change.
         experts = whole[row, :tokens] if change is None or not layers else change(sample, whole[row, :tokens], rng)
         digest = token_digest(np.append(batch.input_ids[row, :tokens], batch.target_ids[row, tokens - 1]))
-        sets = {layer: chosen[row, INDEX_TOP_K:tokens].numpy() for layer, chosen in recorded.positions.items()}
+        sets = {layer: chosen[row, INDEX_TOP_K:tokens].cpu().numpy() for layer, chosen in recorded.positions.items()}
         if change_sets is not None:
             sets = {layer: change_sets(sample, chosen, rng) for layer, chosen in sets.items()}
         indexer = IndexerRecord.of(tokens, INDEX_TOP_K, sets) if sets else None

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 
 def do_runs(do: Callable[[str, Path, dict[str, str]], None]) -> None:
-    """Call `do` with checkpoint, folder and options of each run, one after the other, in one gloo group."""
+    """Call `do` with checkpoint, folder and options of each run, one after the other, in one group."""
     checkpoint, out, *runs = sys.argv[1:]
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     for run in runs:
         options = dict(option.split("=", 1) for option in run.split(":") if "=" in option)
         folder = Path(out) / run

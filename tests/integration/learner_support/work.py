@@ -25,11 +25,11 @@ def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, S
     def loss(index: int, current: Scores) -> Tensor:
         logprobs = current.logprobs
         seen.append(logprobs.detach().clone())
-        return (batches[index].advantages * logprobs + 0.05 * logprobs.square()).sum() / 40
+        return (batches[index].advantages.to(logprobs) * logprobs + 0.05 * logprobs.square()).sum() / 40
 
     return loss
 
 
 def squares(batch: TokenBatch, current: Scores) -> Tensor:
     """Another smooth loss, whose gradient points elsewhere but not far from it."""
-    return (batch.advantages * current.logprobs + 0.5 * current.logprobs.square()).sum() / 40
+    return (batch.advantages.to(current.logprobs) * current.logprobs + 0.5 * current.logprobs.square()).sum() / 40
