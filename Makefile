@@ -21,6 +21,7 @@ UNIT_WORKERS = $(shell expr $(WORKERS) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Two threads per process on busy cores make steps many times slower.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# This environment has no kernels for a GPU, also where there is one.
 NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 # Every process would compile all that it imports again, because the packages are installed without bytecode.
 export PYTHONDONTWRITEBYTECODE :=
@@ -60,16 +61,16 @@ $(VLLM_VENV)/installed: requirements/vllm.txt requirements/install.py $(VLLM_WOR
 	@touch $@
 
 $(START): | $(STAMP)
-	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart.warmup --out $(dir $@)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.quickstart.warmup --out $(dir $@)
 
 quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing (SEEDS="0 1 2" for more runs, BACKEND=deepspeed for the other learner)
-	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS)
 
 quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
-	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
 
 collapse: $(STAMP) ## engines that route apart: one run without replay and one with it, drawn and judged in words
-	$(QUIET_CORES) $(BIN)/python -m benchmarks.evidence.router_noise
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m benchmarks.evidence.router_noise
 
 test: lint ## everything CI needs, from nothing: lint, types, tests that are not slow
 	@$(MAKE) --no-print-directory -j2 types test-fast

@@ -30,7 +30,6 @@ NONE_LEFT = Remedy("", "every setting that acts on it is set already, so look fo
 HALF_PRECISION = Remedy(
     "learner.dtype=float16 rollout.server.dtype=float16", "compute in float16 on both sides, which rounds finer"
 )
-FULL_PRECISION = Remedy("rollout.server.dtype=float32", "let the rollout compute in float32")
 SAME_KERNELS = Remedy("rollout.server.deterministic=true", "align kernels and tensor parallelism")
 REPLAY = Remedy("replay.mode=R3", "replay the rollout's routes")
 SNAPSHOT = Remedy("pipeline.behavior=snapshot", "find the cause first")
@@ -59,12 +58,10 @@ def changes(config: str, settings: Settings) -> bool:
     return any(_differs(key, value, settings) for key, _, value in parts)
 
 
-def precision(settings: Settings) -> tuple[Remedy, ...]:
-    """Against engines that round differently, the cheapest first."""
+def precision(settings: Settings) -> Remedy:
+    """Against engines that round differently."""
     both = {str(settings.get(key)) for key in ("learner.dtype", "rollout.server.dtype")}
-    if both == {"float32"} or both == {"float16"}:
-        return (SAME_KERNELS,)
-    return (HALF_PRECISION, FULL_PRECISION, SAME_KERNELS)
+    return SAME_KERNELS if both == {"float32"} or both == {"float16"} else HALF_PRECISION
 
 
 def band(part: str) -> Remedy:

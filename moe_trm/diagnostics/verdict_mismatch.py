@@ -76,7 +76,7 @@ def precision(seen: Seen, settings: Settings) -> Verdict | None:
         sampled = f": {share:.0%} of it, ±{error:.0%}, by a probe of {drawn:.0%} of the tokens" if error else ""
         said = f"{sentence}, mostly because their routers choose other experts{sampled}."
         return Verdict("precision", said, evidence | routed, remedies.REPLAY.config)
-    remedy = first(settings, *remedies.precision(settings))
+    remedy = first(settings, remedies.precision(settings))
     said = f"{sentence}: align precision and kernels before any correction. First of all, {remedy.words}."
     return Verdict("precision", said, evidence | routed, remedy.config)
 
@@ -374,5 +374,5 @@ def _cause(seen: Seen, part: str, settings: Settings) -> tuple[Remedy, ...]:
         rate = remedies.half_rate(seen.get("optimizer/lr", 0.0))
         return (remedies.ONE_UPDATE, remedies.ONE_EPOCH, rate)
     if part == "engine":
-        return remedies.precision(settings)
+        return (remedies.precision(settings),)
     return (remedies.SNAPSHOT, remedies.WEIGHED)

@@ -302,12 +302,14 @@ def warm_up(
     recipe: WarmupRecipe | None = None,
     share: BatchShare | None = None,
     family: str = "qwen3_moe",
+    shape: TinyShape | None = None,
 ) -> WarmupReport:
     """Make the quickstart's start in `folder`: a checkpoint of `family`, and its report `warmup.json`.
 
-    `share`: the part of this process, all of which call this; the first one writes. Raises `WarmupError`.
+    `share`: the part of this process, all of which call this; the first one writes. `shape`: of a Qwen3-MoE, else the
+    quickstart's. Raises `WarmupError`.
     """
-    warmup = Warmup(seed, recipe or WarmupRecipe(), share, family=family)
+    warmup = Warmup(seed, recipe or WarmupRecipe(), share, family=family, shape=shape)
     report = warmup.run()
     if share is not None and share.rank:
         return report

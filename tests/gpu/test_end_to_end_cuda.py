@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from launch.job import run_job
+from moe_trm.models.tiny.checkpoint import TinyShape
 from moe_trm.quickstart.warmup import warm_up
 from tests.integration.jobs import BRIEF, STEPS, metrics_of, write_config
 
@@ -20,7 +21,7 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("learner", ["megatron", "deepspeed"])
 def test_replay_is_proved_and_weights_are_verified_on_cuda(tmp_path: Path, dtype: str, learner: str) -> None:
-    warm_up(tmp_path / "checkpoint", recipe=BRIEF)
+    warm_up(tmp_path / "checkpoint", recipe=BRIEF, shape=TinyShape(head_dim=64))
     config = write_config(tmp_path, tmp_path / "checkpoint")
     overrides = [
         f"learner.backend={learner}",

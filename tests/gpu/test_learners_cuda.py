@@ -62,6 +62,5 @@ test_learners_agree = suite.test_learners_agree
 test_proof = suite.test_replay_is_counted_and_proved
 test_refusals = suite.test_what_must_be_refused_leaves_the_weights_alone
 test_liars = suite.test_one_wrong_sample_of_many_is_named_and_a_router_that_moved_is_not_accused
-test_padding = suite.test_a_micro_batch_of_padding_keeps_up
 test_resumed = suite.test_a_resumed_learner_repeats_the_next_step_bit_for_bit
 test_groups = suite.test_parameter_groups_and_a_frozen_router

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from launch.job import run_job
 from moe_trm.learner.megatron.layers import transformer_engine_imports
+from moe_trm.models.tiny.checkpoint import TinyShape
 from moe_trm.quickstart.warmup import warm_up
 from tests.gpu.one_rank import Trial, k3, one_rank, relative
 from tests.integration.jobs import BRIEF, STEPS, metrics_of, write_config
@@ -109,7 +110,7 @@ def test_float16_skips_overflow_and_steps_as_float32(checkpoint: Path, tmp_path:
 
 def test_a_quantised_rollout_is_measured_and_not_called_a_fault(tmp_path: Path) -> None:
     """SGLang rounds the pushed weights to fp8: replayed routes are proved, and the engine part exceeds bfloat16's."""
-    warm_up(tmp_path / "checkpoint", recipe=BRIEF)
+    warm_up(tmp_path / "checkpoint", recipe=BRIEF, shape=TinyShape(head_dim=64))
     config = write_config(tmp_path, tmp_path / "checkpoint")
     common = ["learner.parallel.expert=1", "rollout.server.device=cuda", "train.steps=2"]
     common += ["rollout.server.extra_args=[--mem-fraction-static, '0.3']"]

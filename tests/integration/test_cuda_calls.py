@@ -271,3 +271,18 @@ def test_the_own_policy_draws_on_the_device(strict_cuda: StrictCuda, monkeypatch
     monkeypatch.setattr(torch, "Generator", made)
     OwnPolicy("float32", 0, None)
     assert asked == [torch.device("cuda")]
+
+
+def test_routers_multiply_without_transformer_engine(
+    strict_cuda: StrictCuda, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-Core asks for a name that it only defines where Transformer Engine imports."""
+    build = megatron_build()
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    tokens, weight = torch.randn(3, 4), torch.randn(2, 4)
+    with pytest.raises(NameError):
+        moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    build._start_process_group()
+    assert torch.equal(moe_utils.router_gating_linear(tokens, weight, None, torch.float32), tokens @ weight.T)

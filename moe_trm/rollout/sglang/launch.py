@@ -15,7 +15,7 @@ from moe_trm.models.registry import find_family
 from moe_trm.rollout.servers.backend import Launch, Served
 from moe_trm.rollout.servers.process import on_cpu
 from moe_trm.rollout.sglang.environment import child_environment
-from moe_trm.rollout.sglang.served_differences import check_heads, config_overrides
+from moe_trm.rollout.sglang.served_differences import check_cuda_kernels, config_overrides
 from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
 from moe_trm.runtime.addresses import is_loopback
 from moe_trm.runtime.private import write_private
@@ -59,8 +59,9 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
             fix="set rollout.server.deterministic=false; rollout.server.dtype=float32 leaves the least rounding here",
         )
     hf = read_hf_config(checkpoint)
+    repeats = settings.deterministic or (served.exact and not on_cpu(settings))
     if not on_cpu(settings):
-        check_heads(hf, settings.dtype, f"{checkpoint}/config.json")
+        check_cuda_kernels(hf, settings.dtype, f"{checkpoint}/config.json", deterministic=repeats)
     options = {
         "--config": config_file,
         "--model-path": str(checkpoint),
@@ -79,7 +80,6 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
         options["--json-model-override-args"] = json.dumps(overrides)
     flags = ["--enable-return-routed-experts"]
     flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
-    repeats = settings.deterministic or (served.exact and not on_cpu(settings))
     flags += ["--enable-deterministic-inference"] if repeats else []
     if on_cpu(settings):
         options |= {

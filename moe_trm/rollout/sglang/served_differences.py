@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from moe_trm.errors import CheckpointError
+from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.models.deepseek_v3 import LATENT_EPSILON
 from moe_trm.models.family import Family, HfConfig
 from moe_trm.models.hf_config import LAYER_KEYS, head_dim, moe_layers, rotary_share
@@ -101,21 +101,31 @@ def check_layers(hf: HfConfig, where: str) -> None:
         )
 
 
-def check_heads(hf: HfConfig, dtype: str, where: str) -> None:
-    """Refuse a Qwen3-MoE with heads that SGLang cannot serve on CUDA in bfloat16.
+def check_cuda_kernels(hf: HfConfig, dtype: str, where: str, *, deterministic: bool) -> None:
+    """Refuse what SGLang's CUDA kernels cannot compute. Its own words come while it captures graphs, and name no key.
+
+    `deterministic`: its batch-invariant kernels compute the norms.
 
     Raises:
-        CheckpointError: the server would die while it captures its graphs: "save kv cache is not supported".
+        ConfigError: "rmsnorm failed to dispatch data type Float".
+        CheckpointError: "save kv cache is not supported for fallback_rotary_embedding".
     """
-    if hf.get("architectures") != ["Qwen3MoeForCausalLM"] or dtype != "bfloat16" or head_dim(hf) in ROTATED_HEADS:
-        return
-    raise CheckpointError(
-        "SGLang 0.5.23 does not serve heads of this size on CUDA in bfloat16",
-        where=f"{where}, head_dim",
-        got=str(head_dim(hf)),
-        expected=f"one of {', '.join(map(str, ROTATED_HEADS))}",
-        fix="Set rollout.server.dtype=float32, or rollout.server.device=cpu; published models have one of these sizes.",
-    )
+    if dtype == "float32" and not deterministic:
+        raise ConfigError(
+            "SGLang 0.5.23 has no norms in float32 on CUDA",
+            where="rollout.server.dtype",
+            got=dtype,
+            expected="bfloat16 or float16 on CUDA",
+            fix="Set rollout.server.dtype=bfloat16, or serve a small model with rollout.server.device=cpu.",
+        )
+    if hf.get("architectures") == ["Qwen3MoeForCausalLM"] and dtype == "bfloat16" and head_dim(hf) not in ROTATED_HEADS:
+        raise CheckpointError(
+            "SGLang 0.5.23 does not serve heads of this size on CUDA in bfloat16",
+            where=f"{where}, head_dim",
+            got=str(head_dim(hf)),
+            expected=f"one of {', '.join(map(str, ROTATED_HEADS))}, which published models have",
+            fix="Serve a small model with rollout.server.device=cpu.",
+        )
 
 
 def check_options(hf: HfConfig, where: str) -> None:

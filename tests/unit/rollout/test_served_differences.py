@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,17 @@ from moe_trm.config.schema import Config
 from moe_trm.doctor.examine import without_weights
 from moe_trm.doctor.preflight import check_model_and_layout
 from moe_trm.doctor.served import known_difference
-from moe_trm.errors import CheckpointError
+from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.models.hf_config import LAYER_KEYS
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.backend import SglangBackend
+from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.rollout.sglang.served_differences import (
     READ_KEYS,
+    ROTATED_HEADS,
+    check_cuda_kernels,
     check_epsilons,
     check_intervals,
     check_layers,
@@ -174,3 +178,32 @@ def test_a_hybrid_is_served_where_every_nth_layer_has_full_attention(family: str
     ):
         with pytest.raises(CheckpointError, match=r"(?s)serves another model.*full_attention_interval"):
             check_intervals(other, "config.json")
+
+
+def test_a_server_on_cuda_has_heads_and_a_dtype_that_its_kernels_know() -> None:
+    """Both were seen on an H100. The sizes are those of the installed source."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "srt" / "layers" / "rotary_embedding" / "base.py").read_text()
+    assert f"self.head_size not in {[*ROTATED_HEADS]}" in source
+    fits, odd = hf_of("qwen3_moe", head_dim=128), hf_of("qwen3_moe", head_dim=32)
+    check_cuda_kernels(fits, "bfloat16", "c", deterministic=False)
+    check_cuda_kernels(odd, "float16", "c", deterministic=False)
+    check_cuda_kernels(fits, "float32", "c", deterministic=True)
+    with pytest.raises(CheckpointError, match="heads of this size") as caught:
+        check_cuda_kernels(odd, "bfloat16", "c", deterministic=False)
+    assert (caught.value.where, caught.value.got) == ("c, head_dim", "32")
+    with pytest.raises(ConfigError, match="no norms in float32") as refused:
+        check_cuda_kernels(fits, "float32", "c", deterministic=False)
+    assert refused.value.where == "rollout.server.dtype"
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", False), ("cuda", True)])
+def test_a_server_on_a_cpu_serves_heads_of_every_size(tmp_path: Path, device: str, refused: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_of("qwen3_moe", head_dim=32)))
+    config = Config.model_validate(
+        {"model": {"checkpoint": str(tmp_path)}, "rollout": {"server": {"device": device, "dtype": "bfloat16"}}}
+    )
+    with pytest.raises(CheckpointError, match="heads") if refused else nullcontext():
+        launch_command(Served.of(config), tmp_path, 7, "k.yaml")

@@ -23,7 +23,7 @@ from tests.unit.sections import sections_of
 
 
 def config(tmp_path: Path, *, url: str | None = None, min_p: float = 0.0, **server: Any) -> Config:
-    (tmp_path / "config.json").write_text(json.dumps(HF))
+    (tmp_path / "config.json").write_text(json.dumps({**HF, "head_dim": 64}))
     rollout = {"url": url, "min_p": min_p, "server": server}
     return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": rollout})
 
