@@ -106,6 +106,8 @@ def _watch(group: int, grace_s: float, mark: str) -> None:
     signal_group(group, signal.SIGKILL)
     if mark:
         kill_marked(mark)
+        time.sleep(_POLL_S)  # a process that was just starting a program showed no environment
+        kill_marked(mark)
 
 
 if __name__ == "__main__":

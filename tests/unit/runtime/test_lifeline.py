@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_trm.runtime import lifeline
 from moe_trm.runtime.lifeline import kill_marked, marked
 
 OWNER = """
@@ -47,12 +51,28 @@ def test_the_group_is_asked_first_and_nothing_stays(tmp_path: Path, grace_s: flo
     worker = WORKER.format(folder=str(tmp_path), handler=handler)
     try:
         with subprocess.Popen([sys.executable, "-c", OWNER, mark, str(grace_s), worker]) as owner:
-            while not (tmp_path / "begun").exists():
-                assert owner.poll() is None
-                time.sleep(0.01)
-            assert len(marked(mark)) == 2
-            owner.kill()
+            try:
+                # A process whose program just starts shows no environment yet.
+                while not (tmp_path / "begun").exists() or len(marked(mark)) < 2:
+                    assert owner.poll() is None
+                    time.sleep(0.01)
+            finally:
+                owner.kill()
         assert gone(mark)
         assert (tmp_path / "cleaned").exists() == (grace_s == 60.0)
     finally:
         kill_marked(mark)
+
+
+def test_a_process_that_was_just_starting_a_program_is_found_by_a_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as late:
+        looks = iter([[], [late.pid]])
+        monkeypatch.setattr(lifeline, "marked", lambda _mark: next(looks))
+        monkeypatch.setattr(lifeline, "signal_group", lambda _group, _number: False)
+        monkeypatch.setattr(signal, "signal", lambda _number, _handler: None)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"")))
+        lifeline._watch(late.pid, 0.0, "A=B")
+        unseen = next(looks, None) is not None
+        late.kill()
+    assert not unseen
+    assert late.returncode == -signal.SIGKILL
