@@ -84,7 +84,7 @@ def _check_model(
             where="config key exact",
             got=f"true with {family.architecture}",
             expected=" or ".join(sorted(each.architecture for each in FAMILIES.values() if each.exact)),
-            fix="Set exact=false. rollout.server.dtype=float32 leaves the least rounding.",
+            fix="Set exact=false. rollout.server.dtype=float32 leaves the least rounding on a CPU.",
         )
     if family.whole_qk_norms and parallel.tensor > 1:
         raise ConfigError(
