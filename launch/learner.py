@@ -42,7 +42,6 @@ from moe_trm.rollout.access import Access, await_access, giving
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.servers.served_model import ServedModel
-from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.private import Scratch
 from moe_trm.step.fixed_texts import FixedTexts
@@ -131,7 +130,6 @@ def run(
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
 
     host = Host.here()
-    share_gloo_device()
     store, rank, world_size = meet(host, file)
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size

@@ -27,7 +27,6 @@ from unittest.mock import patch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from launch.threads import SINGLE_THREAD
-from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.lifeline import end_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +170,6 @@ def _live(program: Sequence[str], environment: Mapping[str, str], output: Sequen
     faulthandler.enable(2)
     # Most programs of tests build a learner from its parts.
     sys.modules["moe_trm.learner.megatron.cpu_shim"].install()
-    share_gloo_device()
     if program[0] == "-m":
         sys.argv = list(program[1:])
         sys.modules.pop(program[1], None)  # it is imported for what it imports, and begins anew

@@ -34,7 +34,6 @@ from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.models.registry import find_family
-from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
 from routing.hf_blocks import body_of
@@ -122,7 +121,6 @@ def _start_process_group() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device

@@ -36,7 +36,6 @@ from moe_trm.learner.megatron.stages import virtual_stages
 from moe_trm.learner.megatron.state import MegatronState, base_parts
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
-from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.megatron import MegatronReplayer
 
@@ -142,7 +141,6 @@ def _start_process_group() -> torch.device:
     else:
         cpu_shim.install()
         device = torch.device("cpu")
-    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
