@@ -61,13 +61,13 @@ $(VLLM_VENV)/installed: requirements/vllm.txt requirements/install.py $(VLLM_WOR
 	@touch $@
 
 $(START): | $(STAMP)
-	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.quickstart.warmup --out $(dir $@)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.tools.quickstart.warmup --out $(dir $@)
 
 quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing (SEEDS="0 1 2" for more runs, BACKEND=deepspeed for the other learner)
-	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.tools.quickstart --backend $(BACKEND) --seeds $(SEEDS)
 
 quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
-	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m moe_trm.tools.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
 
 collapse: $(STAMP) ## engines that route apart: one run without replay and one with it, drawn and judged in words
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m benchmarks.evidence.router_noise

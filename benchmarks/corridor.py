@@ -24,8 +24,8 @@ from benchmarks.peak import peak_bytes
 from benchmarks.table import Row, report
 from moe_trm.batch.collate import collate, forwarded_tokens
 from moe_trm.batch.plan import plan_step
-from moe_trm.checkpoint.pieces import whole, write_pieces
 from moe_trm.config.engines import DEFAULT
+from moe_trm.learner.checkpoint.pieces import whole, write_pieces
 from moe_trm.rollout.intake.messages import Parsed, WholeSample
 from moe_trm.rollout.intake.reading import Reading, read
 from moe_trm.rollout.servers.backend import backend_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from moe_trm.quickstart.plot import COLOURS, INK, MUTED, Panel, circle, text
+from moe_trm.tools.quickstart.plot import COLOURS, INK, MUTED, Panel, circle, text
 
 __all__ = ["COLOURS", "INK", "MUTED", "Panel", "circle", "document", "lines", "text"]
 

@@ -34,8 +34,8 @@ from benchmarks.table import Row, report
 from moe_trm.errors import EngineError, MoeTrmError
 from moe_trm.models.registry import MOE_FAMILIES
 from moe_trm.models.tiny.families import make_family
-from moe_trm.probe.pooled import intervals, k3
 from moe_trm.rollout.sglang.hidden_states import FLAG
+from moe_trm.step.probe.pooled import intervals, k3
 from moe_trm.types import Prompt
 from routing.hf import moe_blocks
 

@@ -31,7 +31,7 @@ from moe_trm.corrections.by_length import NUM_OCTAVES, LengthTracker, octave_nam
 from moe_trm.corrections.calibration import scores_and_lengths
 from moe_trm.ratios import LogRatios
 from moe_trm.recording.scores import ScoredBatch
-from moe_trm.whatif.recording import load
+from moe_trm.tools.whatif.recording import load
 
 LENGTHS = (8, 16, 32, 64, 128, 256)
 """First lengths of the octaves."""

@@ -31,8 +31,8 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Learner
 from moe_trm.recording.scores import ScoredUpdate
 from moe_trm.step.minibatch import gather_minibatch
-from moe_trm.whatif.offline import RecordedLearner
-from moe_trm.whatif.recording import load
+from moe_trm.tools.whatif.offline import RecordedLearner
+from moe_trm.tools.whatif.recording import load
 
 RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 QUOTED = (0.01, 0.05, 0.1)

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 from benchmarks import length_bias
 from moe_trm import corrections, losses
-from moe_trm.batch import advantages, token_advantages
-from moe_trm.batch.outcome import explained_variance
-from moe_trm.batch.zero_variance import entropy_shaped
+from moe_trm.advantages import by_row as advantages
+from moe_trm.advantages import by_token as token_advantages
+from moe_trm.advantages.by_name import explained_variance
+from moe_trm.advantages.zero_variance import entropy_shaped
 from moe_trm.corrections import RegisteredRule
 from moe_trm.diagnostics import (
     acceptance,
@@ -28,12 +29,12 @@ from moe_trm.diagnostics import (
     gradient_noise,
     gradient_power,
     metrics,
-    verdict,
 )
-from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.built_in import FILE
+from moe_trm.methods.parameters import Parameter, declared
+from moe_trm.observe.advice.verdict import verdict
 from moe_trm.step.passes import interpolated
 from moe_trm.step.recipe import FROM_ANCHORS
 

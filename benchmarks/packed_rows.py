@@ -34,7 +34,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.types import MiniBatch, RolloutRecord, TokenBatch, TrainRow
 from routing import RouteRecord, token_digest
-from routing.replay import ReplayRecords
+from routing.record.sources import ReplayRecords
 
 if TYPE_CHECKING:
     from moe_trm.learner.megatron.learner import MegatronLearner

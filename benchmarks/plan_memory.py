@@ -24,9 +24,9 @@ from benchmarks.table import Row, report
 from launch.threads import SINGLE_THREAD
 from moe_trm.config.schema import Config
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.plan.lora import with_adapters
-from moe_trm.plan.memory import Load, stage_memory
-from moe_trm.plan.parameters import model_of
+from moe_trm.tools.plan.lora import with_adapters
+from moe_trm.tools.plan.memory import Load, stage_memory
+from moe_trm.tools.plan.parameters import model_of
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

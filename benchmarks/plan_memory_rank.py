@@ -26,7 +26,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.models.hf_config import moe_layers, num_experts, read_hf_config
 from moe_trm.types import TokenBatch
 from routing import RouteRecord, expert_dtype, token_digest
-from routing.replay import ReplayRecords
+from routing.record.sources import ReplayRecords
 
 REPEATS = 4
 

@@ -26,16 +26,16 @@ from benchmarks.table import Row, report
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config
 from moe_trm.learner.megatron.stages import balanced
-from moe_trm.plan.build import Assumptions, Plan, Work, build
-from moe_trm.plan.cluster import Cluster
-from moe_trm.plan.commands import PUBLISHED, SIGMA, WORKLOAD
-from moe_trm.plan.exchange import exchange_seconds
-from moe_trm.plan.gpus import gpu_of
-from moe_trm.plan.lengths import log_normal
-from moe_trm.plan.memory import rank_elements, stepped_elements
-from moe_trm.plan.parameters import model_of
-from moe_trm.plan.search import layouts, search, with_servers
-from moe_trm.plan.speed import Efficiency, anchor_passes, train_seconds
+from moe_trm.tools.plan.build import Assumptions, Plan, Work, build
+from moe_trm.tools.plan.cluster import Cluster
+from moe_trm.tools.plan.commands import PUBLISHED, SIGMA, WORKLOAD
+from moe_trm.tools.plan.exchange import exchange_seconds
+from moe_trm.tools.plan.gpus import gpu_of
+from moe_trm.tools.plan.lengths import log_normal
+from moe_trm.tools.plan.memory import rank_elements, stepped_elements
+from moe_trm.tools.plan.parameters import model_of
+from moe_trm.tools.plan.search import layouts, search, with_servers
+from moe_trm.tools.plan.speed import Efficiency, anchor_passes, train_seconds
 
 MODELS = ("qwen3_30b_a3b", "glm_4_5_air", "glm_4_5", "deepseek_v3", "kimi_k2")
 NODES = (1, 2, 4, 8, 16, 32)

@@ -33,11 +33,11 @@ from launch.job import run_job
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
-from moe_trm.plan.lengths import Lengths, recorded
-from moe_trm.plan.modes import Mode
-from moe_trm.plan.simulate import SimulatedSchedule, SimulatedServers, simulate
-from moe_trm.plan.speed import anchor_passes
 from moe_trm.recording.bundle import BundleReader
+from moe_trm.tools.plan.lengths import Lengths, recorded
+from moe_trm.tools.plan.modes import Mode
+from moe_trm.tools.plan.simulate import SimulatedSchedule, SimulatedServers, simulate
+from moe_trm.tools.plan.speed import anchor_passes
 
 MODES = (("sync",), ("one_step",), ("async", "pipeline.max_staleness=2"))
 MANY, FEW = 128, 16

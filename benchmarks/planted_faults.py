@@ -34,21 +34,21 @@ from benchmarks.short_run import starting_checkpoint
 from benchmarks.swallowing_proxy import swallowing
 from benchmarks.table import Row, report
 from launch.job import free_port
+from launch.start.checks import Check
 from moe_trm.batch.collate import collate
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.doctor.causes import find_cause
-from moe_trm.doctor.checks import Check
-from moe_trm.doctor.examine import examine
-from moe_trm.doctor.measurements import Measurements, join, of_sample
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import start_server
+from moe_trm.tools.doctor.causes import find_cause
+from moe_trm.tools.doctor.examine import examine
+from moe_trm.tools.doctor.measurements import Measurements, join, of_sample
 from moe_trm.types import MicroBatch, TrainRow
-from routing.flips import flipped_tokens
-from routing.replay import Record
+from routing.judge.flips import flipped_tokens
+from routing.record.sources import Record
 
 KEY = "planted-faults"
 SETTINGS = {

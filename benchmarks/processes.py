@@ -18,7 +18,7 @@ ROLES = {
     "launch.train": "learner rank",
     "moe_trm.rollout.service": "rollout controller",
     "moe_trm.rollout.intake.worker": "intake process",
-    "moe_trm.functions.worker": "reward function",
+    "moe_trm.runtime.functions.worker": "reward function",
     "sglang.launch_server": "SGLang server",
     "moe_trm": "moe-trm train",
 }

@@ -40,7 +40,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.step.fixed_texts import batch_of
 from moe_trm.sync.rounding import Rounding
-from routing.replay import Record
+from routing.record.sources import Record
 
 ROWS, COLUMNS, WARM_UP = 16, 64, 8
 BLOCK = 2**25

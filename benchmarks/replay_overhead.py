@@ -27,10 +27,10 @@ from torch import Tensor
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from routing import Layout, RouteRecord, token_digest
+from routing.layout.packed import AnyLayout
 from routing.megatron import MegatronReplayer
-from routing.packed_layout import AnyLayout
-from routing.replay import Native, Record, ReplayRecords, RouteSource
-from routing.replay_pass import ReplayPass
+from routing.record.sources import Native, Record, ReplayRecords, RouteSource
+from routing.replay.replay_pass import ReplayPass
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 512
 

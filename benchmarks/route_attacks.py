@@ -34,7 +34,7 @@ from moe_trm.models.tiny.families import make_family
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError, RouteRecord, expert_dtype, token_digest
-from routing.replay import Record, ReplayRecords
+from routing.record.sources import Record, ReplayRecords
 
 SAMPLES, TOKENS, ROUNDED = 32, 48, "rounded"
 MODELS: dict[str, tuple[str, dict[str, int]]] = {

@@ -25,8 +25,8 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.sglang.parse import decode_answer
 from routing import Layout, RouteRecord, decode, encode, expert_dtype
-from routing.cut import by_layer, first_cut, stacked_routes
-from routing.groups import encode_group
+from routing.record.groups import encode_group
+from routing.replay.cut import by_layer, first_cut, stacked_routes
 from routing.sglang import decode_payload
 
 MB = 1e6

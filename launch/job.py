@@ -20,14 +20,13 @@ from typing import Any, Protocol
 from launch.child import Child
 from launch.hosts import push_place
 from launch.rollout_process import RolloutProcess
+from launch.start.preflight import check_start, load_here, smallest_world
 from launch.threads import SINGLE_THREAD
-from moe_trm.checkpoint.history import ALL_DONE, is_done, only_trainer
-from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.errors import RunError
-from moe_trm.observe.run_outcome import record_failure
-from moe_trm.report.run_end import LEARNER_LOCK
 from moe_trm.rollout import access
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
+from moe_trm.run_folder.history import ALL_DONE, is_done, only_trainer
+from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
 from moe_trm.runtime.gloo import LOOPBACK
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.private import remove_abandoned

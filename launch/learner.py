@@ -22,26 +22,25 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host, push_place
-from moe_trm.checkpoint.history import ALL_DONE, begin, is_done, only_trainer
-from moe_trm.checkpoint.peers import Peers
-from moe_trm.checkpoint.resumption import Checkpoints
+from launch.start.dry_run import try_task
+from launch.start.preflight import check_launch, load_here
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import CheckpointConfig, Config, RolloutConfig, SyncConfig
-from moe_trm.doctor.dry_run import try_task
-from moe_trm.doctor.preflight import check_launch, load_here
 from moe_trm.errors import REFUSED, CheckpointError, MoeTrmError
+from moe_trm.learner.checkpoint.peers import Peers
+from moe_trm.learner.checkpoint.resumption import Checkpoints
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
 from moe_trm.observe.build import open_sinks
-from moe_trm.observe.run_outcome import record_failure
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.run import CHOICES
-from moe_trm.report.run_end import LEARNER_LOCK
 from moe_trm.rollout.access import Access, await_access, giving
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.run_folder.history import ALL_DONE, begin, is_done, only_trainer
+from moe_trm.run_folder.run import CHOICES
+from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.private import Scratch
 from moe_trm.step.fixed_texts import FixedTexts
@@ -168,7 +167,7 @@ def run(
         stack.callback(checkpoints.close)
         with ExitStack() as proved:
             if config.exact:
-                from moe_trm.doctor import bisect  # starts servers, which ranks do not otherwise
+                from launch.start import bisect
                 from moe_trm.rollout.servers.backend import Served
 
                 served = partial(bisect.served_states, Served.of(config))

@@ -31,9 +31,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
-from moe_trm.observe.run_outcome import record_failure
 from moe_trm.observe.sinks import Guarded
-from moe_trm.report import run_end
+from moe_trm.run_folder import run_end
+from moe_trm.run_folder.run_end import record_failure
 from moe_trm.runtime.interruption import ASKED
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.private import Scratch

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from launch.start.places import check_folders, check_server
 from moe_trm.config import load
-from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.errors import MoeTrmError, refuse_together
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.rollout.servers.backend import Served

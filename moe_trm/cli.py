@@ -42,7 +42,7 @@ COMMANDS = (
     ),
     Command(
         "config",
-        "moe_trm.translate.commands",
+        "moe_trm.tools.translate.commands",
         "show, explain and compare configurations, and translate those of verl, slime and miles",
         (
             "show configs/kl.yaml kl.coef=0.01",
@@ -53,7 +53,7 @@ COMMANDS = (
     ),
     Command(
         "eval",
-        "moe_trm.evaluate.commands",
+        "moe_trm.tools.evaluate.commands",
         "measure trained weights on held-out prompts, greedy and sampled, by a real server",
         (
             "runs/quickstart --samples 8",
@@ -63,31 +63,31 @@ COMMANDS = (
     ),
     Command(
         "export",
-        "moe_trm.export.commands",
+        "moe_trm.tools.export.commands",
         "write a checkpoint of a run as a Hugging Face folder, which other programs load",
         ("runs/quickstart", "runs/quickstart --step 40 --out model", "runs/quickstart/checkpoints/step-000040"),
     ),
     Command(
         "report",
-        "moe_trm.report.commands",
+        "moe_trm.observe.report.commands",
         "write a run's HTML report, or that of two runs side by side",
         ("runs/quickstart", "runs/quickstart runs/async --out compared.html"),
     ),
     Command(
         "experiment",
-        "moe_trm.experiment.commands",
+        "moe_trm.tools.experiment.commands",
         "run arms x seeds from one file and compare them; given again, it goes on where it stopped",
         ("examples/experiments/replay_modes.yaml --dry-run", "examples/experiments/replay_modes.yaml --jobs 2"),
     ),
     Command(
         "doctor",
-        "moe_trm.doctor.commands",
+        "moe_trm.tools.doctor.commands",
         "say whether a configuration will work here, and what sets its two engines apart; trains nothing",
         ("configs/quickstart.yaml", "configs/gsm8k.yaml --no-probe", "configs/quickstart.yaml --json checks.json"),
     ),
     Command(
         "plan",
-        "moe_trm.plan.commands",
+        "moe_trm.tools.plan.commands",
         "say what a run needs of which GPUs, and how long its steps take; reads config.json alone",
         (
             "configs/qwen3_30b_a3b_4_nodes.yaml --nodes 4 --gpus 8 --gpu h100",
@@ -96,7 +96,7 @@ COMMANDS = (
     ),
     Command(
         "whatif",
-        "moe_trm.whatif.commands",
+        "moe_trm.tools.whatif.commands",
         "say what other corrections and losses would have kept of a recorded run; needs no engine",
         (
             "runs/bundle",

@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
-from moe_trm.checkpoint.resumption import Checkpoints, RunState, folder_of
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.diagnostics import gradient_noise
+from moe_trm.learner.checkpoint.resumption import Checkpoints, RunState, folder_of
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
-from moe_trm.probe.run import Probe
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.step import exact
 from moe_trm.step.advantages import Advantages
@@ -31,6 +30,7 @@ from moe_trm.step.arrivals import Arrivals, joined
 from moe_trm.step.best import Best
 from moe_trm.step.cadence import Cadence
 from moe_trm.step.objective import Objective
+from moe_trm.step.probe.run import Probe
 from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
@@ -39,7 +39,7 @@ from moe_trm.step.score_recorder import ScoreRecorder
 from moe_trm.types import TrainBatch
 from routing.errors import MisalignedError
 from routing.indexer.proof import IndexerReport
-from routing.replay import ReplayReport
+from routing.record.sources import ReplayReport
 
 
 def train(

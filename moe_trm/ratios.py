@@ -1,7 +1,7 @@
 """The decomposition of the total log-ratio between the trained policy and the policy that sampled.
 
-`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.probe.run`) the
-engine part splits further: `log_engine = numerics + routing`. Truncation has its own number, the log kept mass.
+`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.step.probe.run`)
+the engine part splits further: `log_engine = numerics + routing`. Truncation has its own number, the log kept mass.
 
 Shape letters: B sequences, T tokens.
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_trm.errors import ConfigError
+from moe_trm.methods.packing import Packing
 from moe_trm.methods.ratios import RATIO_NAMES
-from moe_trm.packing import Packing
 
 LOG_RATIO_LIMIT = 20.0
 

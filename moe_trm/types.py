@@ -18,8 +18,8 @@ import torch
 
 from moe_trm.sampling_mask.record import SamplingMask
 from routing import RouteRecord, sample_origin, token_digest
-from routing.replay import ReplayRecords
-from routing.row_ids import row_id
+from routing.layout.row_ids import row_id
+from routing.record.sources import ReplayRecords
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RolloutRecord:
 
     @property
     def row_id(self) -> int:
-        """Number of this row, unique within a run (`routing.row_ids`)."""
+        """Number of this row, unique within a run (`routing.layout.row_ids`)."""
         return row_id(self.sample_id, self.row)
 
     @property
@@ -312,7 +312,7 @@ class TokenBatch:
         advantages: `[B, R]` float32, 0 where `mask` is False; NaN where it is True until `moe_trm.step.advantages` has
             given them.
         routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to
-            tensors by `routing.layout`.
+            tensors by `routing.layout.padded`.
         origins: what the routes of each row are bound to besides its tokens (`RolloutRecord.origin`), None on padding
             rows; empty in batches that are made of no records.
         sampled_by: the oldest and the newest weight version that sampled each row, on the host; -1 on padding rows,

@@ -34,19 +34,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from routing.columns import Columns
 from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError
-from routing.flip_bound import FlipBoundError
-from routing.gate_proof import FORMULA_TOLERANCE, GateProof
-from routing.hf_blocks import body_of, check_weights, check_whole
-from routing.hf_blocks import gate_of as gate_of
-from routing.hf_blocks import moe_blocks as moe_blocks
-from routing.hf_blocks import selection_bias as selection_bias
-from routing.hf_indexer import IndexerReplay, indexers
+from routing.hosts.hf_blocks import body_of, check_weights, check_whole
+from routing.hosts.hf_blocks import gate_of as gate_of
+from routing.hosts.hf_blocks import moe_blocks as moe_blocks
+from routing.hosts.hf_blocks import selection_bias as selection_bias
+from routing.hosts.hf_indexer import IndexerReplay, indexers
 from routing.indexer.proof import both, judge_indexers
-from routing.over_ranks import over_ranks
-from routing.placing import placed_routes, sliced_routes, uncovered
-from routing.replay import (
+from routing.judge.flip_bound import FlipBoundError
+from routing.judge.sample_flips import PassFlips, keys_of, total
+from routing.layout.columns import Columns
+from routing.layout.rows import Rows
+from routing.record.sources import (
     Native,
     ReplayRecorded,
     ReplayRecords,
@@ -55,10 +54,11 @@ from routing.replay import (
     batch_digest,
     check_rows,
 )
-from routing.replay_pass import Counters, ReplayPass, judge
-from routing.rows import Rows
-from routing.running import RunningPass
-from routing.sample_flips import PassFlips, keys_of, total
+from routing.replay.gate_proof import FORMULA_TOLERANCE, GateProof
+from routing.replay.over_ranks import over_ranks
+from routing.replay.placing import placed_routes, sliced_routes, uncovered
+from routing.replay.replay_pass import Counters, ReplayPass, judge
+from routing.replay.running import RunningPass
 
 
 class HFReplayer:
@@ -72,13 +72,13 @@ class HFReplayer:
         model: a causal language model or its body; wrappers around the forward (DDP, DeepSpeed,
             PyTorch's `fully_shard`, activation checkpointing) may stay on.
         max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live gate's
-            own more often, and for a sample that its batch does not explain (`routing.flip_bound`). 1: no bound at
-            all.
+            own more often, and for a sample that its batch does not explain (`routing.judge.flip_bound`). 1: no bound
+            at all.
         missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live gate
             and counts them.
 
     Raises:
-        ReplayRefusedError: a dense model, or gates this module cannot replay or not prove (`routing.hf_blocks`).
+        ReplayRefusedError: a dense model, or gates this module cannot replay or not prove (`routing.hosts.hf_blocks`).
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class HFReplayer:
             self._prove_gate(layer, running, kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2])
 
     def _prove_gate(self, layer: int, running: ReplayPass, weights: Tensor) -> None:
-        """See `routing.gate_proof`. The weights stand in the order of the ids that were replayed."""
+        """See `routing.replay.gate_proof`. The weights stand in the order of the ids that were replayed."""
         gate = gate_of(self._blocks[layer])
         # Nothing is known here about a gate whose hook was taken away; that it was not asked is counted.
         if (logits := self._logits.pop(layer, None)) is not None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from routing.columns import Columns
 from routing.hf import HFReplayer
-from routing.record import RouteRecord
-from routing.replay import ReplayRecords, ReplayReport
-from routing.rows import Rows
+from routing.layout.columns import Columns
+from routing.layout.rows import Rows
+from routing.record.record import RouteRecord
+from routing.record.sources import ReplayRecords, ReplayReport
 
 
 @dataclass

@@ -26,17 +26,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from routing.cut import by_layer, first_cut, rows_of_records, stacked_routes
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
-from routing.gate_proof import GateProof, megatron_weights
-from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
-from routing.megatron_dispatch import Dispatched
-from routing.megatron_pass import RouterTap
-from routing.over_ranks import over_ranks
-from routing.packed_layout import AnyLayout, PackedLayout
-from routing.proof import DueTokens, sample_of_tokens, second_cut
-from routing.record import RouteRecord
-from routing.replay import (
+from routing.hosts.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
+from routing.hosts.megatron_dispatch import Dispatched
+from routing.hosts.megatron_pass import RouterTap
+from routing.judge.sample_flips import PassFlips, keys_of, total
+from routing.layout.packed import AnyLayout, PackedLayout
+from routing.layout.rows import Rows
+from routing.record.record import RouteRecord
+from routing.record.sources import (
     Native,
     ReplayRecorded,
     ReplayRecords,
@@ -45,10 +43,12 @@ from routing.replay import (
     batch_digest,
     check_rows,
 )
-from routing.replay_pass import Counters, ReplayPass, judge
-from routing.rows import Rows
-from routing.running import RunningPass
-from routing.sample_flips import PassFlips, keys_of, total
+from routing.replay.cut import by_layer, first_cut, rows_of_records, stacked_routes
+from routing.replay.gate_proof import GateProof, megatron_weights
+from routing.replay.over_ranks import over_ranks
+from routing.replay.proof import DueTokens, sample_of_tokens, second_cut
+from routing.replay.replay_pass import Counters, ReplayPass, judge
+from routing.replay.running import RunningPass
 
 
 class MegatronReplayer:
@@ -64,7 +64,7 @@ class MegatronReplayer:
             through.
         max_local_flip_rate: bound on the share of replayed sets that differ from the live router's own, in any layer
             and overall; `report` raises above it, and for a sample that its batch does not explain
-            (`routing.flip_bound`). 1: no bound at all.
+            (`routing.judge.flip_bound`). 1: no bound at all.
         missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live router
             and counts them.
 
@@ -303,7 +303,7 @@ class MegatronReplayer:
         running.prove(layer, dispatched.matches, recompute)
 
     def _prove_gate(self, layer: int, router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        """See `routing.gate_proof`."""
+        """See `routing.replay.gate_proof`."""
         running, _ = self._running.current()
         if not running.replays:
             return
@@ -320,7 +320,7 @@ class MegatronReplayer:
             self._gates.asks(layer, weights)
 
     def _watch(self, layer: int, router: Any, args: tuple[Tensor, ...], _output: Any) -> None:
-        """See `routing.router_shift`."""
+        """See `routing.record.router_shift`."""
         running, recompute = self._running.current()
         if running.watch is None or recompute:
             return

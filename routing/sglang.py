@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from routing.arrays import checked_layers
 from routing.errors import RouteError
-from routing.record import RouteRecord, expert_dtype, token_digest
+from routing.record.arrays import checked_layers
+from routing.record.record import RouteRecord, expert_dtype, token_digest
 
 try:
     from pybase64 import b64decode  # several times as fast
@@ -53,7 +53,8 @@ def decode_payload(
         layer_ids: 0-based decoder layers that are MoE, ascending.
         num_experts: routed experts per layer.
         top_k: `K`, routed experts per token.
-        start: first row that was asked for (request field `routed_experts_start_len`), as in `routing.groups.extend`.
+        start: first row that was asked for (request field `routed_experts_start_len`), as in
+            `routing.record.groups.extend`.
         dtype: int32, uint16 or uint8, as the response names it.
 
     Returns:

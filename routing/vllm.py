@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from routing.arrays import checked_layers, moe_columns
 from routing.errors import RouteError
-from routing.record import RouteRecord, token_digest
+from routing.record.arrays import checked_layers, moe_columns
+from routing.record.record import RouteRecord, token_digest
 
 PAYLOAD_TYPES = ("uint8", "uint16", "int32")
 """Types of ids that vLLM sends. The payload names its own."""
@@ -53,7 +53,7 @@ def decode_payload(
         num_experts: routed experts per layer.
         top_k: `K`, routed experts per token.
         start: first row that was asked for (request field `routed_experts_prompt_start`), as in
-            `routing.groups.extend`.
+            `routing.record.groups.extend`.
         prompt_payload: `prompt_routed_experts` of the response, from versions that send the P rows of the prompt apart.
         num_prompt_tokens: `P`; needed with a `prompt_payload`.
 

@@ -55,7 +55,7 @@ LONGEST_FIRST = (
     "tiny server",
     "tests/integration/",
     "tests/unit/rollout/",
-    "tests/unit/functions/",
+    "tests/unit/runtime/functions/",
     "tests/",
 )
 """A long group that begins last would leave the other workers without work."""

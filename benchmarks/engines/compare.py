@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.engines.scored import Scored, Text
 from moe_trm.errors import MoeTrmError
-from moe_trm.probe.pooled import Interval, PooledTokens, intervals, pooled
-from routing.flips import flips, gate_weight_shift
+from moe_trm.step.probe.pooled import Interval, PooledTokens, intervals, pooled
+from routing.judge.flips import flips, gate_weight_shift
 
 POSITIONS = (8, 16, 24, 32, 64, 256, 1024)
 MARGINS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

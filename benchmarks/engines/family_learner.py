@@ -25,7 +25,7 @@ from moe_trm.recording.bundle import BundleReader
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch, TrainRow
 from routing.errors import ReplayProofError, ReplayRefusedError
-from routing.replay import Record, ReplayRecorded
+from routing.record.sources import Record, ReplayRecorded
 
 CLOSE = 1e-4
 """Largest difference of a log-prob between two engines in float32 that still counts as the same."""

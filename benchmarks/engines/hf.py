@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from benchmarks.engines.scored import Scored, Setting, Text
 from moe_trm.types import Prompt
 from routing import RouteRecord, token_digest
-from routing.flips import router_margin
 from routing.hf import HFReplayer, gate_of, moe_blocks
-from routing.record import expert_dtype
-from routing.replay import Record, ReplayRecords, RouteSource
+from routing.judge.flips import router_margin
+from routing.record.record import expert_dtype
+from routing.record.sources import Record, ReplayRecords, RouteSource
 
 
 class HFScorer:

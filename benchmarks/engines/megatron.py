@@ -19,19 +19,19 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.engines.scored import Scored, Setting, Text
+from launch.start.preflight import smallest_world
 from launch.threads import SINGLE_THREAD
 from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.doctor.preflight import smallest_world
 from moe_trm.errors import MoeTrmError
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.types import RolloutRecord, TrainRow
 from routing import RouteRecord, token_digest
-from routing.record import expert_dtype
-from routing.replay import Record, ReplayRecords
+from routing.record.record import expert_dtype
+from routing.record.sources import Record, ReplayRecords
 
 
 class MegatronScorer:

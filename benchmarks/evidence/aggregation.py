@@ -26,7 +26,7 @@ from benchmarks.evidence.tasks import reasoning
 from benchmarks.figure import Panel, document, lines
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.report.intervals import paired
+from moe_trm.observe.report.intervals import paired
 
 LENGTHS = (64, 128, 256, 512, 1024)
 TOKEN_KL = (1e-4, 1e-3, 1e-2)

@@ -31,7 +31,7 @@ from benchmarks.evidence.training import Adam, ascent_of
 from benchmarks.figure import COLOURS, Panel, document, lines
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.report.intervals import paired
+from moe_trm.observe.report.intervals import paired
 
 DOSES = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 0.5)
 KINDS = ("noise", "tilt")

@@ -33,7 +33,7 @@ from benchmarks.evidence.collapse import RESAMPLES, area
 from benchmarks.evidence.router_noise import PARTS, SMOOTHED, Course, smoothed, told
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.quickstart.summary import read_metrics
+from moe_trm.tools.quickstart.summary import read_metrics
 
 STEPS = Path("benchmarks/evidence/results/router_noise_steps.json")
 K3, REWARD = "engine/k3_kl", "reward/mean"

@@ -29,7 +29,7 @@ from benchmarks.evidence.chain import Array, Chain, Divergence, softmax
 from benchmarks.evidence.tasks import reasoning
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.report.intervals import paired
+from moe_trm.observe.report.intervals import paired
 
 LENGTHS = (16, 64, 256)
 EXPERTS = (4, 16, 64)

@@ -26,7 +26,7 @@ from benchmarks.figure import Panel, document, lines
 from benchmarks.options import command_line
 from benchmarks.table import Row
 from moe_trm.models.tiny.checkpoint import TinyShape, tiny_model
-from routing.flips import Flips, flips
+from routing.judge.flips import Flips, flips
 
 BASE = TinyShape(layers=8, hidden=64, heads=2, kv_heads=1, head_dim=32, experts=16, top_k=2, expert_ffn=32)
 DEPTHS = (2, 4, 8, 16, 24)

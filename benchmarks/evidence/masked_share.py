@@ -18,7 +18,7 @@ from benchmarks.evidence.pictured import with_interval
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.errors import RunError
-from moe_trm.report.run import Run, read_run
+from moe_trm.run_folder.run import Run, read_run
 
 FOLDER = Path("runs/staleness")
 GAP, KEPT = "merged/k3_kl", "correction/kept_fraction"

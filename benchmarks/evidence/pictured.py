@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.figure import Panel
 from benchmarks.table import Row, report
-from moe_trm.report.intervals import around_mean
+from moe_trm.observe.report.intervals import around_mean
 
 
 def run(

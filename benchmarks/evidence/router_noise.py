@@ -19,11 +19,11 @@ from benchmarks.evidence import start
 from benchmarks.figure import Panel, document, text
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.diagnostics.verdict_mismatch import TAIL_BEFORE_A_FALL
 from moe_trm.errors import MoeTrmError
-from moe_trm.experiment.commands import run_experiment
-from moe_trm.quickstart.plot import NATIVE, REPLAYED
-from moe_trm.quickstart.summary import read_metrics
+from moe_trm.observe.advice.verdict_mismatch import TAIL_BEFORE_A_FALL
+from moe_trm.tools.experiment.commands import run_experiment
+from moe_trm.tools.quickstart.plot import NATIVE, REPLAYED
+from moe_trm.tools.quickstart.summary import read_metrics
 
 FILE, OUT = "examples/experiments/collapse.yaml", Path("runs/collapse")
 ARMS = {"none": NATIVE, "R3": REPLAYED}

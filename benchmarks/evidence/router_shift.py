@@ -20,7 +20,7 @@ from benchmarks.evidence.masked_share import FOLDER, finished, rank_correlation
 from benchmarks.evidence.pictured import with_interval
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.report.run import Run, read_run
+from moe_trm.run_folder.run import Run, read_run
 
 ARMS = ("R3", "R3_TIS", "eta4_R3_TIS", "eta2_R3_TIS", "sync_R3")
 SHIFT, K3 = "routing/local_flip_rate", "total/k3_kl"

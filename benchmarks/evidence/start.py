@@ -19,8 +19,8 @@ from transformers import Qwen3MoeForCausalLM
 
 from benchmarks.options import command_line
 from moe_trm.models.tiny.checkpoint import save
-from moe_trm.quickstart.trials import prepare_checkpoint
-from moe_trm.quickstart.warmup import Warmup, WarmupRecipe
+from moe_trm.tools.quickstart.trials import prepare_checkpoint
+from moe_trm.tools.quickstart.warmup import Warmup, WarmupRecipe
 
 RECIPE = replace(WarmupRecipe(), batch_size=48, max_digits=5, lr=1e-3, max_new_tokens=64)
 STEPS = 240

@@ -19,16 +19,16 @@ from benchmarks.evidence.suites import SUITES, Figure, Gain, Suite
 from benchmarks.figure import COLOURS, INK, MUTED, circle, document, text
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.experiment.arms import Arm, read_arms
-from moe_trm.experiment.commands import about
-from moe_trm.experiment.comparison import Comparison
-from moe_trm.experiment.plan import make_plan
-from moe_trm.experiment.progress import RunState, States
-from moe_trm.experiment.tables import NOT_MEASURED, Table
-from moe_trm.report.conclusion import Measure
-from moe_trm.report.intervals import around_mean
-from moe_trm.report.run import Run
-from moe_trm.report.scale import short
+from moe_trm.observe.report.conclusion import Measure
+from moe_trm.observe.report.intervals import around_mean
+from moe_trm.observe.report.scale import short
+from moe_trm.run_folder.run import Run
+from moe_trm.tools.experiment.arms import Arm, read_arms
+from moe_trm.tools.experiment.commands import about
+from moe_trm.tools.experiment.comparison import Comparison
+from moe_trm.tools.experiment.plan import make_plan
+from moe_trm.tools.experiment.progress import RunState, States
+from moe_trm.tools.experiment.tables import NOT_MEASURED, Table
 
 FILE = Path("benchmarks/evidence/staleness.yaml")
 LEFT, RIGHT, TOP, LINE = 150, 560, 60, 26

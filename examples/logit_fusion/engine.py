@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from moe_trm.config.schema import Config
-from moe_trm.evaluate.own_policy import OwnPolicy
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.tools.evaluate.own_policy import OwnPolicy
 from moe_trm.types import SampledTurn, SamplingParams
 
 TEACHER = "LOGIT_FUSION_TEACHER"

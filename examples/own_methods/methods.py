@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections import Correction, Evidence
 from moe_trm.corrections.rule import rule
 from moe_trm.losses import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
+from moe_trm.methods import summable
 
 
 @rule(ratio="engine", scope="token")

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from moe_trm.corrections import compose
 from moe_trm.corrections.plain import Rules, bind, correct
 from moe_trm.errors import ConfigError
-from routing.arrays import record_of
-from routing.record import RouteRecord
+from routing.record.arrays import record_of
+from routing.record.record import RouteRecord
 
 TisFunction = Callable[..., tuple[Tensor, list[Tensor], dict[str, Tensor]]]
 _WHERE = "moe_trm.adapters.slime"
@@ -108,8 +108,8 @@ def read_routes(
         top_k: `args.moe_router_topk`.
 
     Raises:
-        RouteError: `payload` (None, or no numbers) and those of `routing.arrays.record_of`. A layer that no pipeline
-            stage captured is zeros, and so a `duplicate`.
+        RouteError: `payload` (None, or no numbers) and those of `routing.record.arrays.record_of`. A layer that no
+            pipeline stage captured is zeros, and so a `duplicate`.
     """
     from routing import RouteError
 

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm import diagnostics, summable
+from moe_trm import diagnostics
 from moe_trm.corrections import compose
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.plain import Rules, bind
 from moe_trm.errors import ConfigError
+from moe_trm.methods import summable
 from moe_trm.ratios import LogRatios
 from routing.hf_context import replay
-from routing.record import RouteRecord, token_digest
-from routing.rows import Rows
+from routing.layout.rows import Rows
+from routing.record.record import RouteRecord, token_digest
 
 _WHERE = "moe_trm.adapters.trl"
 

@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_trm import losses, summable
+from moe_trm import losses
 from moe_trm.corrections import BoundRule, compose
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.plain import Rules, bind, correct
 from moe_trm.errors import ConfigError
-from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss, LossInputs
+from moe_trm.methods import summable
+from moe_trm.methods.parameters import Parameter
 from moe_trm.methods.ratios import PARTS
 from moe_trm.ratios import LogRatios
 

@@ -18,8 +18,8 @@ from moe_trm.errors import ConfigError, ControllerError
 from moe_trm.methods.losses import needs
 from moe_trm.methods.own import is_own
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
-from routing.packed_layout import packed_places
-from routing.row_ids import row_name
+from routing.layout.packed import packed_places
+from routing.layout.row_ids import row_name
 
 DEFAULT_ROWS = 32
 """Rows of a micro-batch where neither rows nor tokens are given."""

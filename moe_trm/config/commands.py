@@ -17,7 +17,7 @@ from moe_trm.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
-    """Arguments of `moe-trm config` and its subcommands, to which `moe_trm.translate` adds its own."""
+    """Arguments of `moe-trm config` and its subcommands, to which `moe_trm.tools.translate` adds its own."""
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print the resolved configuration with the source of each value")
     show.add_argument("config", help="YAML configuration")

@@ -9,7 +9,7 @@ from moe_trm.config.engines import KEY, traits_of
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import ConfigError
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 
 
 def unknown(rollout: RolloutConfig) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 
 KEY = "rollout.engine"
 DEFAULT = "sglang"

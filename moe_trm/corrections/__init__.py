@@ -8,11 +8,11 @@ from moe_trm.corrections.calibration import calibrate, scores
 from moe_trm.corrections.compose import compose, measuring
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
-from moe_trm.functions.parameters import unknown
 from moe_trm.methods.corrections import CORRECTIONS
 from moe_trm.methods.own import is_own, load_own
+from moe_trm.methods.parameters import unknown
 from moe_trm.methods.presets import PRESETS, Preset
-from moe_trm.summable import add, finalize
+from moe_trm.methods.summable import add, finalize
 
 __all__ = [
     "BoundRule",

@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Correction
 from moe_trm.corrections.rows import row_mean
+from moe_trm.methods import summable
 
 Level = Literal["token", "sequence"]
 

@@ -10,10 +10,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.rule import BoundRule, kept_fractions
 from moe_trm.errors import ConfigError
+from moe_trm.methods import summable
 
 
 def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Callable[[Evidence], Correction]:

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, RowDecision
 from moe_trm.errors import ConfigError
+from moe_trm.methods import summable
 
 Threshold = float | Tensor
 """One number, or one for each row, `[B]`, where it depends on the length (`by_length`)."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_trm.methods.row_fields import RowFields
 from moe_trm.ratios import LogRatios
-from moe_trm.row_fields import RowFields
 
 
 @dataclass(frozen=True)

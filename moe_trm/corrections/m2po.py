@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, weigh
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import rule
+from moe_trm.methods import summable
 from moe_trm.ratios import clamp_log_ratio
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.decision import weigh
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.row_scores import Divergence, Score, check_score, drop_score, unscored
 from moe_trm.corrections.rows import over_tokens
 from moe_trm.corrections.rule import rule
+from moe_trm.methods import summable
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"delta": quantile})

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections import get, presets
 from moe_trm.corrections.batch_norm import normalized, weight_sums
 from moe_trm.corrections.compose import compose, labelled
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule
 from moe_trm.errors import ConfigError
-from moe_trm.functions.parameters import Parameter
+from moe_trm.methods import summable
+from moe_trm.methods.parameters import Parameter
 from moe_trm.methods.ratios import PARTS
 from moe_trm.ratios import LogRatios
 

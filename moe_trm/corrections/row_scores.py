@@ -24,11 +24,11 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.decision import check_positive
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.rows import num_tokens, over_tokens, row_max, row_sum, token_rank
 from moe_trm.errors import ConfigError
+from moe_trm.methods import summable
 from moe_trm.ratios import clamp_log_ratio
 
 Score = Literal["max", "mean", "sum", "ln", "ser"]

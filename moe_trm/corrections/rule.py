@@ -15,13 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.by_length import NUM_OCTAVES, LengthThresholds, octave_name, octave_of
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.turns import Turns
 from moe_trm.errors import ConfigError
-from moe_trm.functions.parameters import Parameter, bind, declared
+from moe_trm.methods import summable
 from moe_trm.methods.own import check_declaration
+from moe_trm.methods.parameters import Parameter, bind, declared
 from moe_trm.methods.ratios import RATIO_NAMES
 from moe_trm.ratios import LogRatios
 

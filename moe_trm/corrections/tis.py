@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.decision import check_band, weigh, weigh_rows
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.rule import rule
 from moe_trm.errors import ConfigError
+from moe_trm.methods import summable
 from moe_trm.ratios import clamp_log_ratio
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, exponential, keep_rows, logarithm
 from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.row_scores import NO_RATIO, Score, check_score, drop_score, reduced, unscored
 from moe_trm.corrections.rows import over_tokens
 from moe_trm.corrections.rule import rule
+from moe_trm.methods import summable
 
 
 @rule(ratio="engine", scope="sequence", calibrate=lambda quantile: {"min_ratio": exponential(-quantile)})

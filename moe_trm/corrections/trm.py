@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, keep_rows, weigh_rows
 from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.row_scores import Divergence, Score, check_score, divergence_score, unscored
 from moe_trm.corrections.rule import rule
+from moe_trm.methods import summable
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile})

@@ -11,11 +11,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.errors import ConfigError
+from moe_trm.methods import summable
 from moe_trm.methods.limits import LAST_TURN
-from moe_trm.row_fields import BY_ROW, RowFields
+from moe_trm.methods.row_fields import BY_ROW, RowFields
 
 
 class Turns:

@@ -7,11 +7,9 @@ from moe_trm.diagnostics.certificate import certificate_estimate, divergences
 from moe_trm.diagnostics.mismatch import metrics
 from moe_trm.diagnostics.strata import acceptance
 from moe_trm.diagnostics.variance import gradient_noise, gradient_power
-from moe_trm.diagnostics.verdict import Verdict, verdict
-from moe_trm.summable import add, finalize
+from moe_trm.methods.summable import add, finalize
 
 __all__ = [
-    "Verdict",
     "acceptance",
     "add",
     "by_turn",
@@ -21,5 +19,4 @@ __all__ = [
     "gradient_noise",
     "gradient_power",
     "metrics",
-    "verdict",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.methods import summable
 from moe_trm.methods.limits import LAST_TURN
 from moe_trm.ratios import clamp_log_ratio
 

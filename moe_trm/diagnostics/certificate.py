@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.diagnostics.bounds import certificate
 from moe_trm.diagnostics.strata import LENGTH_EDGES
+from moe_trm.methods import summable
 from moe_trm.ratios import clamp_log_ratio
 
 STARTS = (1, *(edge + 1 for edge in LENGTH_EDGES))

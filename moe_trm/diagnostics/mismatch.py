@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Evidence
-from moe_trm.packing import Packing
+from moe_trm.methods import summable
+from moe_trm.methods.packing import Packing
 from moe_trm.ratios import clamp_log_ratio
 
 HIGH_RATIO = 2.0
@@ -57,7 +57,8 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `probs_diff_p95` | its 95th percentile over tokens |
     | `chi2_token_p95` | 95th percentile over rows of mean_t(e^{2x}) - 1 |
 
-    Percentiles are of histograms (`moe_trm.summable`). When the rollout's distribution on its kept support is recorded,
+    Percentiles are of histograms (`moe_trm.methods.summable`). When the rollout's distribution on its kept support is
+    recorded,
     `total/exact_kl` is the exact mean KL(rollout || current) on it. Rows without sampled tokens are not counted.
     Log-ratios are clamped to +-20 nats before any exponential.
     Source: verl's rollout correction, whose names are kept.

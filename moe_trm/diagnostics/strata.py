@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rows import num_tokens, row_sum
+from moe_trm.methods import summable
 
 LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 

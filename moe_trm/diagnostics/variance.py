@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.methods import summable
 
 
 def gradient_power(evidence: Evidence, correction: Correction) -> summable.Summable:

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import ConfigError
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.layer_noise import LayerNoise
@@ -19,10 +19,10 @@ from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing.alignment import examine, refuse
-from routing.flip_bound import FlipBoundError
-from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
-from routing.sample_flips import keys_of
+from routing.judge.alignment import examine, refuse
+from routing.judge.flip_bound import FlipBoundError
+from routing.judge.sample_flips import keys_of
+from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 
 Look = Callable[[Sequence[RouteSource]], Sequence[Recorded | None]]
 """A forward of the same micro-batches at the same weights, with other sources: the routes it used."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trm import summable
+from moe_trm.methods import summable
 
 
 class DataGroup:

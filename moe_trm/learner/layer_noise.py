@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader, whole
 from moe_trm.config.schema import LayerNoiseConfig
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader, whole
 from moe_trm.learner.protocol import UpdateResult
 
 

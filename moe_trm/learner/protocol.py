@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from moe_trm.checkpoint.resumable import Resumable
+from moe_trm.learner.checkpoint.resumable import Resumable
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing.replay import Recorded, ReplayReport, RouteSource
-from routing.router_shift import RouterScores
+from routing.record.router_shift import RouterScores
+from routing.record.sources import Recorded, ReplayReport, RouteSource
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Scores:
             None when not asked for.
         recorded: the routes this pass used, when the source was `Record()`; None otherwise.
         router: the routers' scores of the experts in use, where the source asked to keep them; None otherwise.
-        router_shift: `[B, R]` how far these scores are from those in the source (`routing.router_shift`), without
-            gradient; None where the source has none.
+        router_shift: `[B, R]` how far these scores are from those in the source (`routing.record.router_shift`),
+            without gradient; None where the source has none.
     """
 
     logprobs: Tensor

@@ -19,7 +19,7 @@ from moe_trm.sampling_mask.dense import full_scores
 from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 from moe_trm.types import TokenBatch
-from routing.packed_layout import AnyLayout
+from routing.layout.packed import AnyLayout
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import LearnerError
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader
 from moe_trm.sync.rounding import Rounding
 
 _SAVED = "snapshot/"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from moe_trm.functions.parameters import unknown
 from moe_trm.losses.aggregate import Aggregation, aggregate
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import BoundLoss, Loss
 from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.own import is_own, load_own
+from moe_trm.methods.parameters import unknown
 
 __all__ = ["Aggregation", "BoundLoss", "Loss", "LossInputs", "TokenLoss", "aggregate", "get", "names"]
 

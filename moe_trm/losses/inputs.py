@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_trm.corrections.evidence import Correction
 from moe_trm.errors import ConfigError
+from moe_trm.methods.row_fields import RowFields
 from moe_trm.ratios import LogRatios
-from moe_trm.row_fields import RowFields
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class TokenLoss:
     Attributes:
         values: `[B, T]` loss of each token, to be minimised, already multiplied by the correction weights; read where
             `keep` is True.
-        metrics: summable metrics (see `moe_trm.summable`).
+        metrics: summable metrics (see `moe_trm.methods.summable`).
     """
 
     values: Tensor

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_trm.functions.parameters import unknown
+from moe_trm.methods.parameters import unknown
 from moe_trm.ratios import LogRatios, clamp_log_ratio
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")

@@ -15,11 +15,11 @@ import torch
 
 from moe_trm.corrections.rule import Scope
 from moe_trm.errors import ConfigError
-from moe_trm.functions.parameters import Parameter, bind
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.methods.losses import Held, Need, contained
 from moe_trm.methods.own import check_declaration
+from moe_trm.methods.parameters import Parameter, bind
 from moe_trm.methods.ratios import RATIO_NAMES
 from moe_trm.ratios import LogRatios
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
+from moe_trm.methods import summable
 from moe_trm.ratios import clamp_log_ratio
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.corrections.rows import over_tokens, row_sum
-from moe_trm.functions.parameters import Parameter
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss, grouped
 from moe_trm.losses.loss import loss
+from moe_trm.methods import summable
+from moe_trm.methods.parameters import Parameter
 from moe_trm.ratios import clamp_log_ratio
 
 

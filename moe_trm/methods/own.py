@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 
 Registered = TypeVar("Registered")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from moe_trm.diagnostics.remedies import Settings
-from moe_trm.diagnostics.verdict import LENGTH_WINDOW, mask_hides_gap, nothing_trains, verdict
+from moe_trm.observe.advice.remedies import Settings
+from moe_trm.observe.advice.verdict import LENGTH_WINDOW, mask_hides_gap, nothing_trains, verdict
 
 
 class Judge:

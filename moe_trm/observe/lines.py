@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from moe_trm.diagnostics.verdict_changes import VerdictChanges
+from moe_trm.observe.advice.verdict_changes import VerdictChanges
 from moe_trm.observe.server_log import ServerChanges
 from moe_trm.observe.sinks import Sink
 from moe_trm.types import ServerState

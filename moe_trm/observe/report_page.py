@@ -15,7 +15,9 @@ class ReportPage(Sink):
         self._run_dir = run_dir
 
     def close(self) -> None:
-        from moe_trm.report.commands import write  # the pages of a report: no rank but one needs them, at its end
+        from moe_trm.observe.report.commands import (
+            write,  # the pages of a report: no rank but one needs them, at its end
+        )
 
         try:
             path = write([self._run_dir])

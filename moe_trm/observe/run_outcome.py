@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.run_end import Failure, RunEnd, State, read_end, write_end
+from moe_trm.run_folder.run_end import RunEnd, State, record_failure, write_end
 
 
 class RunOutcome(Sink):
@@ -36,19 +36,3 @@ class RunOutcome(Sink):
         if not self._failed:
             state: State = "finished" if self._step >= self._last else "stopped"
             write_end(self._run_dir, RunEnd(state, self._step, time.time()))
-
-
-def record_failure(
-    run_dir: Path, error: BaseException | str, *, step: int = 0, phase: str = "", rank: int | None = None
-) -> None:
-    """Write why a run ended, unless that has been said: what failed first is why the others did.
-
-    `error` is what was raised, or a sentence. `step` was in progress, in `phase`; 0: that of `run.json`. `rank`: of the
-    learner that met it.
-    """
-    so_far = read_end(run_dir)
-    if so_far is None or so_far.state != "running":
-        return
-    kind, told = ("the job", error) if isinstance(error, str) else (type(error).__name__, str(error))
-    failure = Failure(kind, told, step or so_far.step + 1, phase, rank)
-    write_end(run_dir, RunEnd("failed", max(so_far.step, step - 1), time.time(), failure))

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.run_tables import SERVERS_FILE
+from moe_trm.run_folder.run import SERVERS_FILE
 from moe_trm.types import ServerState
 
 

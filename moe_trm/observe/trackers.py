@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.config.schema import ObserveConfig
-from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.errors import ConfigError
+from moe_trm.observe.advice.verdict_changes import VerdictChanges
 from moe_trm.observe.sinks import Sink
 
 

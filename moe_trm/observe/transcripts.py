@@ -11,10 +11,10 @@ import numpy as np
 
 from moe_trm.config.schema import ModelConfig, ObserveConfig
 from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.observe.report.session_tree import tree_lines
+from moe_trm.observe.report.token_rows import Transcript, name_of, transcript
+from moe_trm.observe.report.transcript_page import transcript_page
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.session_tree import tree_lines
-from moe_trm.report.token_rows import Transcript, name_of, transcript
-from moe_trm.report.transcript_page import transcript_page
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import TrainRow
 

@@ -22,8 +22,8 @@ from moe_trm.sampling_mask.codec import encode as encode_masks
 from moe_trm.sampling_mask.record import SamplingMask, join, split
 from moe_trm.types import RolloutRecord, SessionTurn
 from routing import RouteError, RouteRecord
-from routing.groups import decode_group, encode_group
-from routing.row_ids import row_id
+from routing.layout.row_ids import row_id
+from routing.record.groups import decode_group, encode_group
 
 FORMAT = "moe-trm-bundle"
 FORMAT_VERSION = 6

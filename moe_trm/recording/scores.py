@@ -1,8 +1,8 @@
 """Scores of each update of a recorded run, beside the rollouts of its bundle: log-probs, advantages and rewards.
 
 Every learner rank writes one file `scores-NNNNNN-rank-RRR.safetensors` per training step into the bundle's folder. With
-them, corrections and losses can be computed again without engines (`moe_trm.whatif`). docs/bundles.md describes the
-format.
+them, corrections and losses can be computed again without engines (`moe_trm.tools.whatif`). docs/bundles.md describes
+the format.
 
 Shape letters: B rows and R columns of a micro-batch, N scored tokens of all micro-batches of an update.
 """
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from moe_trm.config.schema import Config, Recovery
 from moe_trm.errors import BundleError
+from moe_trm.methods.row_fields import BY_ROW, RowFields
 from moe_trm.recording.checked_file import Arrays, CheckedHeader, damaged, read_checked, read_header, write_checked
-from moe_trm.row_fields import BY_ROW, RowFields
 
 FORMAT, FORMAT_VERSION = "moe-trm-scores", 2
 WHOLE_SAMPLES = 1

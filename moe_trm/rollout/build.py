@@ -9,9 +9,8 @@ from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import DEFAULT
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import AdvantageConfig, AgentConfig, Config, KlConfig, RolloutConfig
-from moe_trm.functions.host import FunctionHost
-from moe_trm.functions.load import load_function
 from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.methods.load import load_function
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import indexer_layers
 from moe_trm.rollout.agents.agent_host import AgentHost
@@ -34,6 +33,7 @@ from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.rollout.teacher import TaughtSampler
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams

@@ -21,11 +21,11 @@ from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.rollout.step_parts import StepParts
 from moe_trm.rollout.step_planner import StepPlanner
 from moe_trm.rollout.step_recorder import StepRecorder
+from moe_trm.rollout.store.ledger import Ledger
+from moe_trm.rollout.store.metrics import age_metrics
+from moe_trm.rollout.store.reuse import ReuseBuffer
+from moe_trm.rollout.store.store import GroupStore
 from moe_trm.rollout.weight_loader import WeightLoader
-from moe_trm.store.ledger import Ledger
-from moe_trm.store.metrics import age_metrics
-from moe_trm.store.reuse import ReuseBuffer
-from moe_trm.store.store import GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task

@@ -21,9 +21,9 @@ from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample
 from moe_trm.config.schema import BatchConfig
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
+from moe_trm.rollout.store.ledger import Ledger
+from moe_trm.rollout.store.store import Group, GroupStore, Outcome
 from moe_trm.rollout.turn import recorded_positions
-from moe_trm.store.ledger import Ledger
-from moe_trm.store.store import Group, GroupStore, Outcome
 from moe_trm.types import Prompt, RolloutRecord
 
 log = logging.getLogger(__name__)

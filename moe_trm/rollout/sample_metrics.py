@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_trm.batch.outcome import explained_variance
+from moe_trm.advantages.by_name import explained_variance
 from moe_trm.batch.train_rows import num_sampled
 from moe_trm.sampling_mask.codec import encoded_lengths
 from moe_trm.sampling_mask.record import join

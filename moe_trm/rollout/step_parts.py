@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_trm.store.reuse import Again
-from moe_trm.store.store import Group
+from moe_trm.rollout.store.reuse import Again
+from moe_trm.rollout.store.store import Group
 from moe_trm.types import MiniBatch, RolloutRecord
 
 

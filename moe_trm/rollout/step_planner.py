@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_trm.batch.compared import rewarded_samples
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.batch.train_rows import train_rows
 from moe_trm.config.schema import Config
 from moe_trm.rollout.evaluation import reward_of
 from moe_trm.rollout.sampler import rewarded
 from moe_trm.rollout.step_parts import versions_of
-from moe_trm.store.reuse import Again, with_weights
-from moe_trm.store.store import Group
+from moe_trm.rollout.store.reuse import Again, with_weights
+from moe_trm.rollout.store.store import Group
 from moe_trm.tasks.rewards import Reward
 from moe_trm.types import MiniBatch, RewardedSample, RolloutRecord, TrainBatch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_trm.recording.bundle import BundleWriter
-from moe_trm.store.store import Group
+from moe_trm.rollout.store.store import Group
 
 
 class StepRecorder:

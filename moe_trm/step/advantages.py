@@ -15,11 +15,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from moe_trm.batch.advantages import Array, Groups, opob
+from moe_trm.advantages.by_name import GDPO, advantages_by_part, outcome_advantages
+from moe_trm.advantages.by_row import Array, Groups, opob
+from moe_trm.advantages.by_token import otb, score_energy, turn_grpo, weighted_energy
+from moe_trm.advantages.zero_variance import entropy_shaped, support_entropy
 from moe_trm.batch.filters import is_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
-from moe_trm.batch.token_advantages import otb, score_energy, turn_grpo, weighted_energy
-from moe_trm.batch.zero_variance import entropy_shaped, support_entropy
 from moe_trm.config.schema import AdvantageConfig, BatchConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.methods.advantages import ADVANTAGES

@@ -46,7 +46,7 @@ from moe_trm.step.passes import (
 )
 from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.types import TokenBatch, TrainBatch
-from routing.router_shift import KEEP
+from routing.record.router_shift import KEEP
 
 GIB = 2**30
 START = "start"

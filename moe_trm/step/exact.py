@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_trm.errors import MoeTrmError
 from moe_trm.step.passes import Anchored
 from moe_trm.types import TokenBatch
-from routing.replay import ReplayReport
+from routing.record.sources import ReplayReport
 
 
 class InexactError(MoeTrmError):

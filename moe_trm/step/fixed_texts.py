@@ -7,7 +7,7 @@ import torch
 from moe_trm.learner.protocol import Learner
 from moe_trm.sync.manifest import ScoredText
 from moe_trm.types import TokenBatch
-from routing.replay import Native
+from routing.record.sources import Native
 
 NUM_TEXTS, NUM_TOKENS = 4, 32
 """Random ids, so that the texts pass through many experts of every layer."""

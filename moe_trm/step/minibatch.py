@@ -17,8 +17,8 @@ from moe_trm.config.schema import Recovery
 from moe_trm.corrections import Evidence
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs
+from moe_trm.methods.row_fields import BY_ROW, GATHERED, RowFields
 from moe_trm.ratios import LogRatios
-from moe_trm.row_fields import BY_ROW, GATHERED, RowFields
 from moe_trm.step.passes import Anchored, decomposed
 
 

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm import corrections, diagnostics, summable
+from moe_trm import corrections, diagnostics
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Correction, Evidence
 from moe_trm.corrections.batch_norm import normalized, weight_sums
-from moe_trm.functions.parameters import Parameter
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import BoundLoss, LossInputs, TokenLoss, aggregate
 from moe_trm.losses.kl import kl_estimate, kl_term, rollout_kl
+from moe_trm.methods import summable
+from moe_trm.methods.parameters import Parameter
 from moe_trm.observe.sinks import Sink
 from moe_trm.ratios import LogRatios
 from moe_trm.step.decision import Decision

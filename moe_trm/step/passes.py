@@ -21,8 +21,8 @@ from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Recovery, ReplayMode
 from moe_trm.learner.protocol import Scores
 from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
-from routing.replay import Native, Record, Recorded, ReplayRecorded, RouteSource
-from routing.router_shift import RouterScores
+from routing.record.router_shift import RouterScores
+from routing.record.sources import Native, Record, Recorded, ReplayRecorded, RouteSource
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from moe_trm.corrections.by_length import LengthTracker
 from moe_trm.corrections.calibration import check_by_length
 from moe_trm.corrections.compose import labelled
 from moe_trm.errors import ConfigError, refuse_together
-from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss
 from moe_trm.methods.losses import DEFAULT_LOSS
+from moe_trm.methods.parameters import Parameter
 from moe_trm.methods.presets import Preset
 
 FROM_ANCHORS = ("engine", "lag", "merged")

@@ -19,7 +19,7 @@ from moe_trm.losses.kl import AdaptiveKL, kl_estimate
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import recipe
 from moe_trm.types import TokenBatch
-from routing.replay import Native
+from routing.record.sources import Native
 
 NAME = "reference"
 """The learner's snapshot of the weights that the run started from."""

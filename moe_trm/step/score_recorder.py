@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
+from moe_trm.methods.row_fields import shared
 from moe_trm.recording.scores import CONFIG_FILE, SCORES_FILE, ScoredBatch, ScoredUpdate, write_scores
-from moe_trm.row_fields import shared
 from moe_trm.step.passes import Anchored
 from moe_trm.types import TokenBatch
 

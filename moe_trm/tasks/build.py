@@ -77,5 +77,5 @@ def _check_characters(tokens: Tokens, checkpoint: str) -> None:
             where=checkpoint,
             got=repr(tokens.decode(tokens.encode(probe))),
             expected=probe,
-            fix="use a checkpoint made by moe_trm.quickstart, or another task",
+            fix="use a checkpoint made by moe_trm.tools.quickstart, or another task",
         )

@@ -22,13 +22,15 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import FunctionSettings, Hosted, is_async
 from moe_trm.runtime.child_service import Asker
+from moe_trm.runtime.functions.hosted import FunctionSettings, Hosted, is_async
 from moe_trm.tasks.reward_input import RewardInput
 
 
 def adapt(function: Callable[..., Any], settings: FunctionSettings) -> Hosted:
-    """See `moe_trm.functions.hosted`; payload and value are lists whatever the function takes. Raises `ConfigError`."""
+    """See `moe_trm.runtime.functions.hosted`; payload and value are lists whatever the function takes. Raises
+    `ConfigError`.
+    """
     batched = _takes_a_list(function, settings)
     concurrent = is_async(function)
 

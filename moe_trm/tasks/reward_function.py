@@ -1,4 +1,4 @@
-"""A user's reward function, or math-verify, in separate processes (`moe_trm.functions`)."""
+"""A user's reward function, or math-verify, in separate processes (`moe_trm.runtime.functions`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import FunctionHost
-from moe_trm.functions.process import FunctionFailed
+from moe_trm.runtime.functions.host import FunctionHost
+from moe_trm.runtime.functions.process import FunctionFailed
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.rewards import read_reward
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from routing.indexer.record import IndexerRecord
-from routing.rows import Rows
+from routing.layout.rows import Rows
 
 
 class IndexerPass:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from routing.errors import MisalignedError, ReplayProofError
-from routing.sample_flips import name_of
+from routing.layout.row_ids import name_of
 
 DUE, MATCHED, SETS, FLIPPED, LOST, CHANCE, APART = range(7)
 """Columns of the counters `[layers, 7]`.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.sync.rounding import Rounding
-from routing.replay import Native, ReplayRecords
+from routing.record.sources import Native, ReplayRecords
 from tests.integration.learner_support.conformance import build, work
 from tests.integration.learner_support.work import objective
 

@@ -9,7 +9,7 @@ import torch
 
 from launch.job import run_job
 from moe_trm.models.tiny.checkpoint import TinyShape
-from moe_trm.quickstart.warmup import warm_up
+from moe_trm.tools.quickstart.warmup import warm_up
 from tests.integration.jobs import BRIEF, STEPS, metrics_of, write_config
 
 pytestmark = [

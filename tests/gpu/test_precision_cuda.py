@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from launch.job import run_job
 from moe_trm.learner.megatron.layers import transformer_engine_imports
 from moe_trm.models.tiny.checkpoint import TinyShape
-from moe_trm.quickstart.warmup import warm_up
+from moe_trm.tools.quickstart.warmup import warm_up
 from tests.gpu.one_rank import Trial, k3, one_rank, relative
 from tests.integration.jobs import BRIEF, STEPS, metrics_of, write_config
 from tests.integration.learner_support.tiny import EXPERTS, make_checkpoint

@@ -12,9 +12,9 @@ import torch
 
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.quickstart.warmup import warm_up
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.tools.quickstart.warmup import warm_up
 from tests.integration.jobs import BRIEF, write_config
 
 VOCAB_SIZE = 250

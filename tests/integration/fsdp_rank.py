@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from routing import RouteRecord, token_digest
-from routing.flip_bound import FlipBoundError
 from routing.hf import HFReplayer, gate_of, moe_blocks
 from routing.hf_context import replay
-from routing.replay import Record, ReplayRecorded, ReplayRecords
+from routing.judge.flip_bound import FlipBoundError
+from routing.record.sources import Record, ReplayRecorded, ReplayRecords
 from tests.integration.test_replay_hf import FAMILIES, E, K, build
 from tests.integration.test_replay_rows import forward, layout, place, records, samples
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from launch import job
-from moe_trm.quickstart.warmup import WarmupRecipe
+from moe_trm.tools.quickstart.warmup import WarmupRecipe
 from tests.integration.ranks import forked_learner
 
 STEPS = 2

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from routing import Layout, ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
-from routing.replay import ReplayRecords
+from routing.record.sources import ReplayRecords
 from tests.integration.replay_support import (
     FULL,
     LAYERS,

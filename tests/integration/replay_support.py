@@ -20,7 +20,7 @@ import torch
 
 from routing import Layout, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
-from routing.replay import Record, Recorded, ReplayRecords
+from routing.record.sources import Record, Recorded, ReplayRecords
 from tests.integration.ranks import fork_ranks
 from tests.integration.rows import Rows
 

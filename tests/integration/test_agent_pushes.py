@@ -12,7 +12,6 @@ import torch
 
 from moe_trm.config.schema import Config
 from moe_trm.config.schema.agent import AgentRows
-from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader
@@ -20,6 +19,7 @@ from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.served import PAUSES_S, make_push

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_trm.observe.report.session_tree import leaves
 from moe_trm.recording.bundle import BundleReader, BundleWriter, joined
 from moe_trm.recording.scores import ScoresReader
-from moe_trm.report.session_tree import leaves
+from moe_trm.tools.whatif.judge import Candidate, judge
+from moe_trm.tools.whatif.recording import load
 from moe_trm.types import RolloutRecord
-from moe_trm.whatif.judge import Candidate, judge
-from moe_trm.whatif.recording import load
 from tests.integration.jobs import metrics_of, run_job, timeless, write_config
 from tests.integration.objective_support.cases import REWARD, doctored, stale
 

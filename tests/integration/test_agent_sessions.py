@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from moe_trm.config.schema import Config
-from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader
@@ -19,6 +18,7 @@ from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams

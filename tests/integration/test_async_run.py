@@ -16,10 +16,10 @@ import pytest
 from launch.job import free_port, run_job
 from moe_trm.config import load, resolve
 from moe_trm.observe.prometheus import gauge_name
-from moe_trm.plan.modes import Mode
-from moe_trm.plan.simulate import SimulatedServers, simulate
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.tools.plan.modes import Mode
+from moe_trm.tools.plan.simulate import SimulatedServers, simulate
 from tests.integration.jobs import metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
+from launch.start.bisect import BOUNDS, differences, learner_states, served_states, verdict
 from moe_trm.config.schema import Config
-from moe_trm.doctor.bisect import BOUNDS, differences, learner_states, served_states, verdict
 from moe_trm.learner.protocol import Scores
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.step.fixed_texts import fixed_ids

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from moe_trm.config.schema import Config
-from moe_trm.functions.host import FunctionHost
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.jobs import metrics_of, run_job, timeless

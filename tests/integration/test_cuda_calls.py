@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from launch import learner as launched
 from moe_trm.config.schema import Config, LayerNoiseConfig
-from moe_trm.doctor import environment
-from moe_trm.evaluate.own_policy import OwnPolicy
 from moe_trm.learner.deepspeed import build as deepspeed_build
 from moe_trm.learner.deepspeed import state as deepspeed_state
 from moe_trm.learner.layer_noise import LayerNoise
+from moe_trm.tools.doctor import environment
+from moe_trm.tools.evaluate.own_policy import OwnPolicy
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests/integration/test_cuda_calls.py"
@@ -38,10 +38,10 @@ SIGNS = (
 )
 PLACES = {
     "launch/learner.py": HERE,
-    "moe_trm/doctor/environment.py": HERE,
-    "moe_trm/doctor/places.py": "tests/unit/doctor/test_places.py",
-    "moe_trm/doctor/preflight.py": "tests/unit/config/test_choices.py",
-    "moe_trm/evaluate/own_policy.py": HERE,
+    "moe_trm/tools/doctor/environment.py": HERE,
+    "launch/start/places.py": "tests/unit/tools/doctor/test_places.py",
+    "launch/start/preflight.py": "tests/unit/config/test_choices.py",
+    "moe_trm/tools/evaluate/own_policy.py": HERE,
     "moe_trm/learner/deepspeed/build.py": HERE,
     "moe_trm/learner/deepspeed/runtime.py": OTHER_DEVICE,
     "moe_trm/learner/deepspeed/state.py": HERE,
@@ -55,10 +55,10 @@ PLACES = {
     "moe_trm/learner/megatron/state.py": HERE,
     "moe_trm/rollout/servers/process.py": "tests/unit/config/test_choices.py",
     "packages/sglang_cpu/moe_trm_sglang_cpu/plugin.py": "tests/integration/test_sglang_cpu.py",
-    "routing/cut.py": OTHER_DEVICE_MEGATRON,
+    "routing/replay/cut.py": OTHER_DEVICE_MEGATRON,
     "routing/hf.py": OTHER_DEVICE,
     "routing/megatron.py": OTHER_DEVICE_MEGATRON,
-    "routing/replay_pass.py": OTHER_DEVICE_MEGATRON,
+    "routing/replay/replay_pass.py": OTHER_DEVICE_MEGATRON,
 }
 """By file with calls that only CUDA gets, the test that executes them.
 

@@ -26,7 +26,7 @@ from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
 from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
-from tests.unit.report.page_reader import PageReader
+from tests.unit.observe.report.page_reader import PageReader
 
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
 KEY = "a-key-for-both-halves-5c1d"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from moe_trm.report.run import read_run
+from moe_trm.run_folder.run import read_run
 from tests.integration.jobs import metrics_of, still_running
 
 REPOSITORY = Path(__file__).resolve().parents[2]

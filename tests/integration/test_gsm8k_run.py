@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm.quickstart.gsm8k import make_gsm8k_checkpoint
+from moe_trm.tools.quickstart.gsm8k import make_gsm8k_checkpoint
 from tests.integration.jobs import metrics_of, run_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]

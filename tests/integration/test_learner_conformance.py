@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_trm.learner.parameter_groups import ROUTER
 from moe_trm.learner.protocol import Scores
 from routing.hf import HFReplayer
-from routing.replay import ReplayRecords
+from routing.record.sources import ReplayRecords
 from tests.integration.learner_support.families import FAMILIES, HYBRIDS, SPARSE, make_family
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import load_reference, make_checkpoint, random_routes

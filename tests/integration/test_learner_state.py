@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 
 state = pytest.importorskip("moe_trm.learner.megatron.state")
 convert = pytest.importorskip("moe_trm.learner.megatron.convert")

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 
 from moe_trm.models.tiny.checkpoint import EOS, make_checkpoint
-from moe_trm.quickstart import gsm8k
-from moe_trm.quickstart.warmup import Warmup, WarmupError, WarmupRecipe, main, warm_up
 from moe_trm.tasks.problems import ArithmeticProblem
 from moe_trm.tasks.tokens import Tokens
+from moe_trm.tools.quickstart import gsm8k
+from moe_trm.tools.quickstart.warmup import Warmup, WarmupError, WarmupRecipe, main, warm_up
 
 
 def test_checkpoint_is_deterministic_and_has_one_tensor_per_expert(tmp_path: Path) -> None:

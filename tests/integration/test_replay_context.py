@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from routing import ReplayProofError, ReplayRefusedError, RouteError
-from routing.flip_bound import FlipBoundError
 from routing.hf import HFReplayer, gate_of, moe_blocks
 from routing.hf_context import replay
-from routing.replay import ReplayRecords
+from routing.judge.flip_bound import FlipBoundError
+from routing.record.sources import ReplayRecords
 from tests.integration.test_replay_hf import build
 from tests.integration.test_replay_rows import LENGTHS, forward, layout, place, records, samples
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from routing import ReplayRefusedError
 from routing.hf import HFReplayer
-from routing.hf_blocks import check_weights, check_whole
+from routing.hosts.hf_blocks import check_weights, check_whole
 from tests.integration.fsdp_rank import CASES, RANKS
 from tests.integration.ranks import fork_ranks
 from tests.integration.test_replay_hf import FAMILIES, build

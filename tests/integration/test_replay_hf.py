@@ -13,7 +13,7 @@ from torch import Tensor
 
 from routing import ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
 from routing.hf import HFReplayer, gate_of, moe_blocks, selection_bias
-from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from routing.record.sources import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.rows import Rows
 
 B, R, E, K, VOCAB = 3, 8, 8, 2, 64

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from routing import MisalignedError, ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, Rows, token_digest
 from routing.hf import HFReplayer
-from routing.hf_blocks import gate_of, moe_blocks, selection_bias
+from routing.hosts.hf_blocks import gate_of, moe_blocks, selection_bias
 from routing.indexer.attention import register
 from routing.indexer.record import IndexerRecord
-from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
+from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayRecords
 
 B, R, K, EXPERTS, TOP_K = 8, 48, 8, 8, 2
 LENGTHS = (48, 48, 44, 40, 36, 33, 6, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from routing import Layout, ReplayProofError, RouteError
 from routing.megatron import MegatronReplayer
-from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
+from routing.record.sources import Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
 from tests.integration.replay_support import (
     FULL,
     LAYERS,

@@ -12,7 +12,7 @@ from torch import Tensor
 from routing import RouteRecord, sample_origin, token_digest
 from routing.errors import RouteError
 from routing.hf import HFReplayer, moe_blocks
-from routing.replay import Record, ReplayRecorded, ReplayRecords
+from routing.record.sources import Record, ReplayRecorded, ReplayRecords
 from tests.integration.rows import Rows
 
 R, K, LAYERS = 6, 2, (0, 1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from routing import Layout, ReplayRefusedError, RouteError
 from routing.megatron import MegatronReplayer
-from routing.replay import Native, Record, ReplayRecorded
+from routing.record.sources import Native, Record, ReplayRecorded
 from tests.integration.replay_faults import (
     a_source_serves_its_own_micro_batch_alone,
     deleted_call_stops,

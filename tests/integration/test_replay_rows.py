@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from routing import ReplayProofError, RouteError, RouteRecord, Rows, token_digest
-from routing.flip_bound import FlipBoundError
 from routing.hf import HFReplayer, gate_of, moe_blocks
-from routing.replay import Record, ReplayRecorded, ReplayRecords
+from routing.judge.flip_bound import FlipBoundError
+from routing.record.sources import Record, ReplayRecorded, ReplayRecords
 from tests.integration.test_replay_hf import FAMILIES, VOCAB, E, K, build
 
 LENGTHS = (17, 4, 12)

@@ -16,12 +16,12 @@ import pytest
 
 from benchmarks.resume_drill import books_balance, kill_everything, metrics_of, run_drill, timeless
 from launch.job import free_port, learner_command
-from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.cli import main as moe_trm
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
-from moe_trm.export.run_folder import RunFolder
+from moe_trm.learner.checkpoint.pieces import PieceReader
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from moe_trm.tools.export.run_folder import RunFolder
 from tests.integration.jobs import still_running
 from tests.integration.recordings import make_recording
 from tests.integration.resume_support import (

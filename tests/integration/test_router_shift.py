@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from routing.hf import HFReplayer, gate_of, moe_blocks
-from routing.placing import placed_routes
-from routing.replay import ReplayRecords
-from routing.rows import Rows
+from routing.layout.rows import Rows
+from routing.record.sources import ReplayRecords
+from routing.replay.placing import placed_routes
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import load_reference, make_checkpoint, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, global_batch

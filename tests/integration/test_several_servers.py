@@ -25,7 +25,7 @@ import pytest
 
 from launch.job import free_port
 from moe_trm.config.schema import Config, PipelineConfig
-from moe_trm.diagnostics.verdict import verdict
+from moe_trm.observe.advice.verdict import verdict
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController

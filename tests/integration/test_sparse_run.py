@@ -20,7 +20,7 @@ from routing import RouteRecord, token_digest
 from routing.hf import HFReplayer
 from routing.indexer.attention import register
 from routing.indexer.record import IndexerRecord
-from routing.replay import Record
+from routing.record.sources import Record
 from tests.integration.jobs import metrics_of, run_job, write_config
 from tests.integration.recordings import make_recording
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.batch.advantages import Array
+from moe_trm.advantages.by_row import Array
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.batch.collate import collate
-from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.train_rows import train_rows
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.advantages import Advantages, own_records, placed
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.unit.doubles import StandInLearner
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.config.engines import EngineTraits
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader
 from moe_trm.learner.protocol import Learner, Scores, UpdateResult
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.sync.manifest import Share, TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TokenBatch
-from routing.replay import ReplayReport, RouteSource
+from routing.record.sources import ReplayReport, RouteSource
 
 
 def _unexpected(name: str) -> AssertionError:

@@ -16,16 +16,17 @@ from pathlib import Path
 
 import torch
 
-from moe_trm import corrections, diagnostics, losses, summable
+from moe_trm import corrections, diagnostics, losses
 from moe_trm.corrections.by_length import NUM_OCTAVES, LengthTracker, octave_name
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
 from moe_trm.losses import LossInputs
+from moe_trm.methods import summable
 from moe_trm.methods.ratios import RATIO_NAMES
-from moe_trm.probe.flip_causes import MARGINS, POSITIONS
+from moe_trm.observe.report.charts import SECTIONS
 from moe_trm.ratios import LogRatios
-from moe_trm.report.charts import SECTIONS
-from moe_trm.store.ledger import Ledger
+from moe_trm.rollout.store.ledger import Ledger
+from moe_trm.step.probe.flip_causes import MARGINS, POSITIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READERS = (

@@ -12,8 +12,8 @@ import torch
 
 from moe_trm import corrections, losses
 from moe_trm.corrections import Evidence
-from moe_trm.functions.load import load_function
 from moe_trm.losses import LossInputs
+from moe_trm.methods.load import load_function
 from moe_trm.ratios import LogRatios
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.tasks import RewardInput

@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from moe_trm.checkpoint.folder import STATE_FILE, read_manifest, verify
-from moe_trm.checkpoint.pieces import PieceReader
-from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError, CheckpointError
+from moe_trm.learner.checkpoint.folder import STATE_FILE, read_manifest, verify
+from moe_trm.learner.checkpoint.pieces import PieceReader
+from moe_trm.learner.checkpoint.resumption import Checkpoints
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import ScoresReader
 from moe_trm.runtime.interruption import Interruption

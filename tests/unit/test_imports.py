@@ -22,10 +22,10 @@ PURE = (
     "moe_trm.losses",
     "moe_trm.diagnostics",
     "moe_trm.sampling_mask",
-    "moe_trm.batch.advantages",
-    "moe_trm.batch.token_advantages",
+    "moe_trm.advantages.by_row",
+    "moe_trm.advantages.by_token",
 )
-ENGINE_SIDE = ("routing.megatron", "routing.megatron_checks", "routing.sglang", "routing.vllm", "routing.hf")
+ENGINE_SIDE = ("routing.megatron", "routing.hosts.megatron_checks", "routing.sglang", "routing.vllm", "routing.hf")
 
 
 def loaded_by(modules: list[str]) -> set[str]:
@@ -73,7 +73,7 @@ def test_routing_imports_nothing_of_the_harness() -> None:
 
 def test_advantages_need_no_torch() -> None:
     """They are NumPy alone."""
-    assert "torch" not in loaded_by(["moe_trm.batch.advantages"])
+    assert "torch" not in loaded_by(["moe_trm.advantages.by_row"])
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
@@ -99,7 +99,31 @@ def test_a_circle_is_found_at_every_level() -> None:
 
 def test_what_everyone_reads_stands_at_the_top() -> None:
     modules = {path.stem for path in (ROOT / "moe_trm").glob("*.py")} - {"__init__", "__main__"}
-    assert len(modules) <= 8, modules
+    packages = {path.parent.name for path in (ROOT / "moe_trm").glob("*/__init__.py")}
+    assert len(modules) <= 5, modules
+    assert len(packages) <= 20, packages
+
+
+def test_the_core_imports_no_tool() -> None:
+    """Benchmarks measure tools too. The command line names the modules of its subcommands as text."""
+    assert not imports_into("moe_trm.tools", imports_of_modules(), allowed=("moe_trm.tools", "benchmarks"))
+
+
+def test_an_import_of_a_tool_is_found() -> None:
+    planted = {"moe_trm.loop": {"moe_trm.tools.plan.build", "moe_trm.types"}, "moe_trm.tools.a": {"moe_trm.tools.b"}}
+    assert imports_into("moe_trm.tools", planted, allowed=("moe_trm.tools",)) == {
+        ("moe_trm.loop", "moe_trm.tools.plan.build")
+    }
+
+
+def imports_into(package: str, imports: Mapping[str, set[str]], *, allowed: tuple[str, ...]) -> set[tuple[str, str]]:
+    """Imports of modules of `package` by modules outside of the `allowed` packages."""
+    return {
+        (module, target)
+        for module, targets in imports.items()
+        for target in targets
+        if f"{target}.".startswith(f"{package}.") and not f"{module}.".startswith(tuple(f"{a}." for a in allowed))
+    }
 
 
 def imports_of_modules() -> dict[str, set[str]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_trm import corrections, diagnostics, losses
 from moe_trm.corrections import Evidence
-from moe_trm.functions.parameters import declared
 from moe_trm.losses import LossInputs, aggregate
+from moe_trm.methods.parameters import declared
 from moe_trm.ratios import LogRatios
 from tests.unit.corrections.test_correction_properties import bound
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_trm.packing import Packing
+from moe_trm.methods.packing import Packing
 from moe_trm.ratios import LogRatios
 
 GEN = torch.Generator().manual_seed(0)

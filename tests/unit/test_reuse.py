@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 from moe_trm.config.schema import BatchConfig, PipelineConfig
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.producer import Producer
-from moe_trm.store.ledger import Ledger
-from moe_trm.store.reuse import LEAST, Again, ReuseBuffer, chances, drawn, freshness, importance, spread, with_weights
-from moe_trm.store.store import Group, GroupStore
+from moe_trm.rollout.store.ledger import Ledger
+from moe_trm.rollout.store.reuse import (
+    LEAST,
+    Again,
+    ReuseBuffer,
+    chances,
+    drawn,
+    freshness,
+    importance,
+    spread,
+    with_weights,
+)
+from moe_trm.rollout.store.store import Group, GroupStore
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainRow
 from tests.unit.records import make_record
 

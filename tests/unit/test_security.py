@@ -31,7 +31,7 @@ from moe_trm.rollout.service import ControllerReply, ControllerService, Request,
 from moe_trm.runtime import wire
 from moe_trm.sampling_mask.codec import decode as decode_mask
 from routing import RouteError, decode
-from routing.codec import checksum, encode
+from routing.record.codec import checksum, encode
 from tests.unit.records import make_record
 from tests.unit.rollout.fake_engine import FakeEngine, controller_with
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.rollout.step_parts import versions_of
-from moe_trm.store.ledger import Ledger
-from moe_trm.store.metrics import age_metrics
-from moe_trm.store.store import GroupStore, Outcome
+from moe_trm.rollout.store.ledger import Ledger
+from moe_trm.rollout.store.metrics import age_metrics
+from moe_trm.rollout.store.store import GroupStore, Outcome
 from moe_trm.types import RolloutRecord
 from tests.unit.records import make_record
 

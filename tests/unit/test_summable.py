@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_trm.summable import (
+from moe_trm.methods.summable import (
     add,
     bins,
     compared,

@@ -36,7 +36,7 @@ from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_conf
 from moe_trm.models.registry import find_family
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
-from routing.hf_blocks import body_of
+from routing.hosts.hf_blocks import body_of
 
 
 def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:

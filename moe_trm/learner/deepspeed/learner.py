@@ -23,11 +23,11 @@ from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_chann
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.types import TokenBatch
 from routing.hf import HFReplayer
-from routing.layout import Layout
-from routing.packed_layout import AnyLayout, PackedLayout
-from routing.replay import Record, Recorded, RouteSource, row_lengths
-from routing.replay_pass import ReplayPass
-from routing.sample_flips import keys_of
+from routing.judge.sample_flips import keys_of
+from routing.layout.packed import AnyLayout, PackedLayout
+from routing.layout.padded import Layout
+from routing.record.sources import Record, Recorded, RouteSource, row_lengths
+from routing.replay.replay_pass import ReplayPass
 
 
 class DeepSpeedLearner(LearnerBase):

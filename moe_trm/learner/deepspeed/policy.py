@@ -16,7 +16,7 @@ from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.models.hf_config import expert_width, num_experts, read_hf_config
 from moe_trm.models.registry import indexer_layers
 from routing.indexer import attention as sparse_attention
-from routing.packed_layout import AnyLayout, PackedLayout
+from routing.layout.packed import AnyLayout, PackedLayout
 
 
 class ScoringHead(nn.Module):

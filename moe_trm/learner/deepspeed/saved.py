@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.checkpoint.pieces import PieceReader
 from moe_trm.learner.deepspeed.hf_model import model_config
 from moe_trm.learner.deepspeed.lora import canonical, places
 from moe_trm.learner.deepspeed.weights import checkpoint_form

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
 from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.weights import is_factor, own_partition
 from moe_trm.learner.lora.base import Identity

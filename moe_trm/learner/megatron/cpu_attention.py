@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within, for_all_heads
-from routing.layout import Layout
+from routing.layout.padded import Layout
 
 
 @dataclass

@@ -29,9 +29,9 @@ from moe_trm.learner.scoring import Scoring
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
+from routing.hosts.megatron_checks import all_moe_layer_ids
 from routing.megatron import MegatronReplayer
-from routing.megatron_checks import all_moe_layer_ids
-from routing.replay import Recorded, RouteSource
+from routing.record.sources import Recorded, RouteSource
 
 
 class MegatronLearner(LearnerBase):

@@ -11,7 +11,7 @@ import torch
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.models.registry import family_of
-from routing.packed_layout import AnyLayout, PackedLayout
+from routing.layout.packed import AnyLayout, PackedLayout
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

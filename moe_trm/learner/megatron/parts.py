@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moe_trm.learner.scoring import whole_channels
 from moe_trm.types import TokenBatch
-from routing.layout import Layout, padding_multiple
-from routing.packed_layout import AnyLayout, PackedLayout
-from routing.replay import row_lengths
+from routing.layout.packed import AnyLayout, PackedLayout
+from routing.layout.padded import Layout, padding_multiple
+from routing.record.sources import row_lengths
 
 KNOWN = 16
 """Layouts of packs that are kept."""

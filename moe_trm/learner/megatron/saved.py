@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader
+from moe_trm.learner.checkpoint.pieces import PieceReader
 from moe_trm.learner.megatron import convert
 from moe_trm.models.hf_config import num_experts
 from moe_trm.models.tensors import OUTPUT

@@ -21,11 +21,11 @@ from moe_trm.learner.megatron.packed import packed_parameters
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.scoring import Scoring, cut_scoring, on_device
 from moe_trm.types import TokenBatch
+from routing.layout.packed import AnyLayout
 from routing.megatron import MegatronReplayer
-from routing.packed_layout import AnyLayout
-from routing.replay import Native, Recorded, RouteSource
-from routing.replay_pass import ReplayPass
-from routing.router_shift import RouterScores
+from routing.record.router_shift import RouterScores
+from routing.record.sources import Native, Recorded, RouteSource
+from routing.replay.replay_pass import ReplayPass
 
 ScoringOf = Callable[[TokenBatch], Scoring]
 Loss = Callable[[int, Tensor, Tensor | None], Tensor]

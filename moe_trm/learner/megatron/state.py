@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
 from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.lora import Factor

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import FunctionSettings, Hosted, is_async
 from moe_trm.runtime.child_service import Asker
+from moe_trm.runtime.functions.hosted import FunctionSettings, Hosted, is_async
 
 Agent = Callable[..., Any]
 """An async function, called with `base_url`, `api_key` and `prompt`.
@@ -36,7 +36,7 @@ class AgentPrompt:
 
 
 def adapt(function: Agent, settings: FunctionSettings) -> Hosted:
-    """See `moe_trm.functions.hosted`. Raises `ConfigError` for a function that does not await."""
+    """See `moe_trm.runtime.functions.hosted`. Raises `ConfigError` for a function that does not await."""
     if not is_async(function):
         raise ConfigError(
             "an agent is an async function: all agents of a run share one process",

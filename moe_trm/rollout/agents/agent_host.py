@@ -9,7 +9,9 @@ from moe_trm.runtime.child import Answerer
 
 
 class AgentHost(Protocol):
-    """Runs agents. `moe_trm.functions.host.FunctionHost` is one, `moe_trm.rollout.agents.command_host` has another."""
+    """Runs agents. `moe_trm.runtime.functions.host.FunctionHost` is one, `moe_trm.rollout.agents.command_host` has
+    another.
+    """
 
     @property
     def place(self) -> str:

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 from moe_trm.config.schema.agent import AgentRows
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.rows import SessionRows, session_rows, spoken
@@ -29,6 +28,7 @@ from moe_trm.rollout.agents.server import Address, AgentServer
 from moe_trm.rollout.sampler import rewarded
 from moe_trm.rollout.turn import naming
 from moe_trm.runtime.child import Answerer, Refused
+from moe_trm.runtime.functions.process import FunctionFailed
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import read_reward, score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams

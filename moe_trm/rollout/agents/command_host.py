@@ -28,11 +28,11 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.command_line import run_command
-from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.agents.request import MODEL
 from moe_trm.rollout.credentials import without_key
 from moe_trm.runtime.child import Answerer
+from moe_trm.runtime.functions.command_line import run_command
+from moe_trm.runtime.functions.process import FunctionFailed
 from moe_trm.runtime.private import Scratch
 
 MAX_REWARD_BYTES = 65536

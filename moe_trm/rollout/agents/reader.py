@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_trm.config.engines import NAMED_PARSERS
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 from moe_trm.rollout.agents.messages import Message, plain
 
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, Sequence[Mapping[str, Any]]]]

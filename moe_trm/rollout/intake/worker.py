@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 from moe_trm.rollout.intake.messages import IntakeCall, IntakeSettings, Parsed
 from moe_trm.rollout.intake.reading import Reading, read
 from moe_trm.rollout.servers.http import EngineHttp

@@ -20,7 +20,7 @@ from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError, SyncError
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel

@@ -14,7 +14,7 @@ from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import join
 from moe_trm.types import SampledTurn, SamplingParams
 from routing import RouteError
-from routing.groups import extend
+from routing.record.groups import extend
 
 
 def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:

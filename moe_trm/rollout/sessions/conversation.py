@@ -17,7 +17,7 @@ from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import join
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn
 from routing import RouteError, RouteRecord
-from routing.groups import extend
+from routing.record.groups import extend
 
 
 class Conversation:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import FunctionHost
-from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.sampler import rewarded
 from moe_trm.rollout.sessions.dialogue import Dialogue, Limits, TurnEngine
 from moe_trm.rollout.turn import naming
+from moe_trm.runtime.functions.host import FunctionHost
+from moe_trm.runtime.functions.process import FunctionFailed
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import read_reward, score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams

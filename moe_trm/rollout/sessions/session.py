@@ -19,8 +19,8 @@ from operator import index
 from typing import Any, Literal
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import FunctionSettings, Hosted, is_async
 from moe_trm.runtime.child_service import Asker
+from moe_trm.runtime.functions.hosted import FunctionSettings, Hosted, is_async
 
 
 class SessionEnded(Exception):
@@ -118,7 +118,7 @@ It returns None, and the task gives the reward; or a number, or a dict of named 
 
 
 def adapt(function: Rollout, settings: FunctionSettings) -> Hosted:
-    """See `moe_trm.functions.hosted`. Raises `ConfigError` for a function that does not await."""
+    """See `moe_trm.runtime.functions.hosted`. Raises `ConfigError` for a function that does not await."""
     if not is_async(function):
         raise ConfigError(
             "a rollout function has to await its session",

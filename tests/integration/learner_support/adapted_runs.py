@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config.schema import LearnerConfig, LoraConfig
-from moe_trm.export.adapter import saved_factors
+from moe_trm.learner.checkpoint.pieces import PieceReader
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.lora.adapter import A, B, factor_name
 from moe_trm.learner.lora.files import write_adapter
 from moe_trm.learner.lora.targets import adapted_modules, matrix_modules, modules_of
 from moe_trm.models.hf_config import read_hf_config
+from moe_trm.tools.export.adapter import saved_factors
 from tests.integration.learner_support.lora import ALPHA, RANK
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from moe_trm.learner.lora.adapter import A, B, factor_name
 from moe_trm.learner.protocol import Scores
 from routing.hf import HFReplayer
-from routing.replay import Native, Record, ReplayRecorded, ReplayRecords, RouteSource
+from routing.record.sources import Native, Record, ReplayRecorded, ReplayRecords, RouteSource
 from tests.integration.learner_support.adapted_runs import Run, modules
 from tests.integration.learner_support.lora import ALPHA, LR, RANK
 from tests.integration.learner_support.tiny import load_reference, random_routes

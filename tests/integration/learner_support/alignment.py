@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
 from moe_trm.sync.rounding import Rounding
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective, squares

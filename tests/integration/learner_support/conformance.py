@@ -17,16 +17,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import LearnerError
 from moe_trm.learner.build import build_learner
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing import Layout, PackedLayout, ReplayProofError, RouteError, Rows
-from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
-from routing.replay_pass import ReplayPass
+from routing.record.sources import Native, Record, ReplayRecorded, ReplayRecords
+from routing.replay.replay_pass import ReplayPass
 from tests.integration.learner_support.liars import indexer_layers, liars
 from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.tiny import make_batch, random_routes

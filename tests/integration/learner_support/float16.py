@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.sync.rounding import Rounding
 from tests.integration.learner_support.conformance import build, save, work

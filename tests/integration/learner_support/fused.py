@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.sync.rounding import Rounding
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective

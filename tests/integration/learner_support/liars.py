@@ -14,7 +14,7 @@ from moe_trm.learner.protocol import Learner
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError, RouteRecord, expert_dtype, token_digest
 from routing.indexer.record import IndexerRecord
-from routing.replay import Record, Recorded, ReplayRecords
+from routing.record.sources import Record, Recorded, ReplayRecords
 from tests.integration.learner_support.tiny import EXPERTS, INDEX_TOP_K, TOP_K, make_batch, random_positions
 from tests.integration.learner_support.work import NUM_BATCHES, objective
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError
 from moe_trm.learner.build import build_learner
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from routing.record.sources import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.learner_support.conformance import refused, report, save
 from tests.integration.learner_support.liars import liars
 from tests.integration.learner_support.tiny import random_routes

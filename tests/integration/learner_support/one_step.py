@@ -12,9 +12,9 @@ from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.probe.run import Probe
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.objective import Objective
+from moe_trm.step.probe.run import Probe
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch, TrainBatch, TrainRow
 from tests.unit.records import make_record

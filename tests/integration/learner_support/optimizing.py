@@ -18,7 +18,7 @@ from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, RolloutRecord, TokenBatch, TrainRow
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.integration.learner_support.tiny import VOCAB
 
 Build = Callable[..., MegatronLearner]

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.megatron.learner import MegatronLearner
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
-from routing.replay import Record, ReplayRecorded, RouteSource
-from routing.router_shift import KEEP
+from routing.record.router_shift import KEEP
+from routing.record.sources import Record, ReplayRecorded, RouteSource
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective

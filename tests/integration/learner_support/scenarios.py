@@ -30,7 +30,7 @@ from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from routing.record.sources import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.learner_support import optimizing
 from tests.integration.learner_support.groups import leave_groups
 from tests.integration.learner_support.liars import liars

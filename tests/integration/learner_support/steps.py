@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.learner.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner, UpdateResult
 from routing import ReplayProofError
-from routing.replay_pass import ReplayPass
+from routing.replay.replay_pass import ReplayPass
 from tests.integration.learner_support.conformance import build, refused, work
 from tests.integration.learner_support.reachable import differences, reachable
 from tests.integration.learner_support.runs import do_runs

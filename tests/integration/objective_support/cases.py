@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_trm import corrections, losses
-from moe_trm.functions.parameters import declared
+from moe_trm.methods.parameters import declared
 from moe_trm.types import RolloutRecord
 from routing import token_digest
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trm.checkpoint.resumption import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.learner.checkpoint.resumption import Checkpoints
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.protocol import Scores, UpdateResult

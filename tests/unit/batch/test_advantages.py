@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_trm.batch import advantages as adv
-from moe_trm.batch.compared import rewarded_samples
-from moe_trm.batch.outcome import GDPO, OUTCOME, REMAX, advantages_by_part, outcome_advantages
+from moe_trm.advantages import by_row as adv
+from moe_trm.advantages.by_name import GDPO, OUTCOME, REMAX, advantages_by_part, outcome_advantages
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.errors import ConfigError, ControllerError
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 from tests.unit.records import make_record

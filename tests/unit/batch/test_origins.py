@@ -13,7 +13,7 @@ from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.step.passes import anchor_source, behavior_source, update_source
 from moe_trm.types import MicroBatch, RolloutRecord, TrainRow
 from routing import RouteError, sample_origin
-from routing.replay import ReplayRecords
+from routing.record.sources import ReplayRecords
 from tests.unit.records import make_record
 from tests.unit.routing.cuts import check_records
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_trm.batch.plan import pack, packed_load, plan_metrics, plan_step
 from moe_trm.errors import ControllerError
 from moe_trm.types import TrainRow
-from routing.packed_layout import packed_places
+from routing.layout.packed import packed_places
 from tests.unit.records import make_record
 
 

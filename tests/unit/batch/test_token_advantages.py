@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_trm.batch import token_advantages as by_token
-from moe_trm.batch.advantages import grpo
+from moe_trm.advantages import by_token
+from moe_trm.advantages.by_row import grpo
 from moe_trm.batch.collate import collate
 from moe_trm.config import load
 from moe_trm.config.rules import warnings

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_trm.advantages.by_name import outcome_advantages
 from moe_trm.batch.collate import collate
-from moe_trm.batch.outcome import outcome_advantages
 from moe_trm.batch.plan import plan_step
 from moe_trm.batch.train_rows import num_sampled, train_rows
 from moe_trm.rollout.step_parts import versions_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moe_trm.batch.zero_variance import entropy_shaped, support_entropy
+from moe_trm.advantages.zero_variance import entropy_shaped, support_entropy
 from moe_trm.config import load
 from moe_trm.config.advantage_rules import refusals
 from moe_trm.config.schema import AdvantageConfig, Config

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.evidence import suite_figures
 from benchmarks.evidence.suites import ENGINE_K3, SAMPLED, SUITES, TAIL, UNROUNDED, Suite
-from moe_trm.experiment.arms import Arm
-from moe_trm.experiment.plan import ExperimentPlan, make_plan
-from moe_trm.experiment.progress import RunState
-from moe_trm.report.run import Row, Run
+from moe_trm.run_folder.run import Row, Run
+from moe_trm.tools.experiment.arms import Arm
+from moe_trm.tools.experiment.plan import ExperimentPlan, make_plan
+from moe_trm.tools.experiment.progress import RunState
 
 FOLDER = suite_figures.FILE.parent
 ABOUT = {

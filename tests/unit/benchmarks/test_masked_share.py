@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.evidence.masked_share import GAP, KEPT, finished, measure, points
 from moe_trm.errors import RunError
-from moe_trm.report.run import Row, Run, read_run
+from moe_trm.run_folder.run import Row, Run, read_run
 
 GAPS = (0.01, 0.03, 0.02, 0.16)
 

@@ -11,7 +11,7 @@ from benchmarks.sharing import Cores
 from benchmarks.side_cores import SideClock
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
-from moe_trm.plan.lengths import Lengths
+from moe_trm.tools.plan.lengths import Lengths
 
 ANSWERS = Lengths((40,), 8, "measured", "all alike")
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.evidence import router_noise
 from benchmarks.evidence.router_noise import Course, verdict
-from moe_trm.experiment.plan import make_plan
+from moe_trm.tools.experiment.plan import make_plan
 
 STEPS = 100
 

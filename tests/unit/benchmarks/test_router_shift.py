@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence.router_shift import FROM_STEP, K3, SHIFT, correlations, measure
-from moe_trm.report.run import Row, Run
+from moe_trm.run_folder.run import Row, Run
 
 STEPS = 300
 

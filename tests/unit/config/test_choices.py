@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from moe_trm.checkpoint.folder import STATE_FILE, CheckpointFolder, FileEntry
+from launch.start.preflight import load_here
 from moe_trm.cli import main
 from moe_trm.config import InvalidConfigError, load, resolve
 from moe_trm.config.choices import replay_mode, settle, settle_here, wants_routes
 from moe_trm.config.rules import refusals
 from moe_trm.config.schema import Config, ReplayMode
-from moe_trm.doctor.preflight import load_here
+from moe_trm.learner.checkpoint.folder import STATE_FILE, CheckpointFolder, FileEntry
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_what_the_machine_decides_is_judged_by_the_same_rules(
         load_here(str(file), overrides)
     assert [problem.key for problem in it.value.problems] == [key]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("moe_trm.doctor.preflight.transformer_engine_imports", lambda: True)
+    monkeypatch.setattr("launch.start.preflight.transformer_engine_imports", lambda: True)
     assert {choice.key for choice in load_here(str(file), overrides)[1]} == {
         "replay.mode",
         "sampling_mask.mode",

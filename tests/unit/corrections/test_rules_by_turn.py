@@ -16,8 +16,8 @@ from moe_trm.corrections import BoundRule, Evidence, calibrate, scores
 from moe_trm.corrections.by_length import LengthTracker
 from moe_trm.corrections.calibration import scores_and_lengths
 from moe_trm.errors import ConfigError
+from moe_trm.methods.summable import finalize
 from moe_trm.ratios import LogRatios
-from moe_trm.summable import finalize
 
 RULES: dict[str, dict[str, Any]] = {
     "geometric_mask": {"low": 0.9, "high": 1.1},

@@ -8,8 +8,8 @@ import torch
 from moe_trm.corrections import Evidence
 from moe_trm.diagnostics import certificate_estimate, divergences
 from moe_trm.diagnostics.bounds import certificate
+from moe_trm.methods.summable import add, finalize
 from moe_trm.ratios import LogRatios
-from moe_trm.summable import add, finalize
 
 
 def evidence(log_w: torch.Tensor, mask: torch.Tensor, exact_kl: torch.Tensor | None = None) -> Evidence:

@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_trm import corrections, diagnostics
 from moe_trm.config import resolve
 from moe_trm.corrections import Evidence
-from moe_trm.diagnostics import Verdict, verdict
-from moe_trm.diagnostics.verdict import nothing_trains
+from moe_trm.observe.advice.verdict import nothing_trains, verdict
+from moe_trm.observe.advice.verdict_types import Verdict
 from moe_trm.observe.judge import Judge
 from moe_trm.ratios import LogRatios
 from tests.unit.diagnostics.test_verdict import typed

@@ -9,8 +9,8 @@ import torch
 
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.diagnostics import by_turn
+from moe_trm.methods.summable import add, finalize
 from moe_trm.ratios import LogRatios
-from moe_trm.summable import add, finalize
 
 TURNS = torch.tensor([[0, 0, 1, 1, 7], [2, 2, 8, 9, 2]])
 MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 1, 1, 1, 0]]).bool()

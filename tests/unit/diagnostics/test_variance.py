@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_trm import corrections, diagnostics
-from moe_trm.batch.outcome import explained_variance
+from moe_trm.advantages.by_name import explained_variance
 from moe_trm.corrections import Evidence
 from moe_trm.diagnostics import gradient_noise, gradient_power
 from moe_trm.ratios import LogRatios

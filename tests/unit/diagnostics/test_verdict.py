@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config import resolve
-from moe_trm.diagnostics.verdict import escalation, mask_hides_gap, rising, verdict
+from moe_trm.observe.advice.verdict import escalation, mask_hides_gap, rising, verdict
 
 HEALTHY = {
     "engine/k3_kl": 0.001,

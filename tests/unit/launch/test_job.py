@@ -19,11 +19,11 @@ from launch.child import Child
 from launch.hosts import push_place
 from launch.job import Signals, wait_for, watch
 from launch.rollout_process import RolloutProcess
-from moe_trm.checkpoint import history
 from moe_trm.cli import main as moe_trm
 from moe_trm.config.schema import Config
-from moe_trm.report.run_end import LEARNER_LOCK, RunEnd, write_end
 from moe_trm.rollout import access
+from moe_trm.run_folder import history
+from moe_trm.run_folder.run_end import LEARNER_LOCK, RunEnd, write_end
 from moe_trm.runtime.lock import held_alone
 from moe_trm.runtime.private import Scratch
 from tests.unit.launch.interrupted import assert_ends_with_one_line

@@ -10,7 +10,7 @@ from moe_trm.config.precision_rules import refusals, surprises
 from moe_trm.config.schema import Config
 from moe_trm.errors import LearnerError
 from moe_trm.learner.snapshots import Snapshots
-from moe_trm.probe.rounding_shares import roundings
+from moe_trm.step.probe.rounding_shares import roundings
 from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
 from tests.unit.sections import sections_of
 

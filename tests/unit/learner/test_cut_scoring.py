@@ -8,7 +8,7 @@ import torch
 from moe_trm.batch.collate import collate
 from moe_trm.learner.scoring import Scoring, cut_scoring, score_hidden
 from moe_trm.types import MicroBatch, TrainRow
-from routing.packed_layout import PackedLayout
+from routing.layout.packed import PackedLayout
 from tests.unit.records import make_record
 
 LENGTHS, COLUMNS = (3, 6, 1), 6

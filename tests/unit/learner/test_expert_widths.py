@@ -11,7 +11,7 @@ from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.tiny.families import make_family
 from routing.hf import HFReplayer
-from routing.replay import Record, ReplayRecorded
+from routing.record.sources import Record, ReplayRecorded
 
 
 @pytest.mark.parametrize(("width", "dtype", "kind"), [(32, "float32", "grouped_mm"), (6, "bfloat16", "eager")])

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from launch.start.preflight import check_launch
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint

@@ -11,8 +11,8 @@ import torch
 from moe_trm.errors import ConfigError
 from moe_trm.learner.base import LearnerBase, check_native
 from routing import FlipBoundError, MisalignedError
-from routing.flip_bound import Suspect
-from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayReport
+from routing.judge.flip_bound import Suspect
+from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayReport
 
 
 class Replayer:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
 from moe_trm.errors import LearnerError
+from moe_trm.learner.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.sync.rounding import Rounding
 

@@ -15,10 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.published import make_published
-from moe_trm.doctor.checks import Check
-from moe_trm.doctor.served import _geometry
+from launch.start.checks import Check
 from moe_trm.errors import CheckpointError
-from moe_trm.export.checkpoint import export_checkpoint
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_form import ExportForm
@@ -29,11 +27,13 @@ from moe_trm.models.tensors import tensor_names
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.start_folder import folder_to_serve
 from moe_trm.tasks.tokens import Tokens
+from moe_trm.tools.doctor.served import _geometry
+from moe_trm.tools.export.checkpoint import export_checkpoint
 from tests.published_models import published_config
-from tests.unit.export.test_saved_adapters import LORA, half_factors
-from tests.unit.export.test_saved_weights import save
 from tests.unit.learner.test_family_checkpoints import launch
 from tests.unit.learner.test_published_checkpoints import exported, same_bits, stored
+from tests.unit.tools.export.test_saved_adapters import LORA, half_factors
+from tests.unit.tools.export.test_saved_weights import save
 
 RELEASE = "qwen3_5_35b_a3b"
 TEXT = "model.language_model."

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_trm import corrections, losses
 from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs
+from moe_trm.methods.summable import finalize
 from moe_trm.ratios import LogRatios
-from moe_trm.summable import finalize
 from tests.unit.conftest import WorkedExample
 
 ROWS, TOKENS = 6, 9

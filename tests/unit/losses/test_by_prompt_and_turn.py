@@ -18,8 +18,8 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs
 from moe_trm.losses.quatro import optimal_multipliers
 from moe_trm.losses.r2vpo import group_variance
+from moe_trm.methods.summable import finalize
 from moe_trm.ratios import LogRatios
-from moe_trm.summable import finalize
 
 ROWS, TOKENS = 6, 5
 GROUPS = torch.tensor([3, 0, 3, 0, 3, 7])

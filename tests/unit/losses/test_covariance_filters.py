@@ -20,7 +20,7 @@ from moe_trm.ratios import LogRatios
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, TokenBatch, TrainRow
-from routing.replay import Native, RouteSource
+from routing.record.sources import Native, RouteSource
 from tests.integration.objective_support.recompute import recompute
 from tests.unit.advantages import valued
 from tests.unit.records import make_record

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_trm import losses
 from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs
-from moe_trm.summable import finalize
+from moe_trm.methods.summable import finalize
 from tests.unit.losses.test_acr_clip import ROWS, TOKENS
 from tests.unit.losses.test_acr_clip import random_inputs as outlying
 

@@ -15,8 +15,8 @@ from moe_trm.losses.covariance import clip_cov_candidates
 from moe_trm.losses.espo import entropy_bins
 from moe_trm.losses.m2po_clip import moment_cap
 from moe_trm.losses.minpro import prefix_min
+from moe_trm.methods.summable import finalize
 from moe_trm.ratios import LogRatios
-from moe_trm.summable import finalize
 from tests.unit.conftest import WorkedExample
 
 

@@ -6,8 +6,8 @@ import io
 
 from moe_trm.loop import replay_metrics
 from moe_trm.observe.lines import ProgressLines
-from moe_trm.probe.run import _replayed
-from routing.replay import ReplayReport
+from moe_trm.step.probe.run import _replayed
+from routing.record.sources import ReplayReport
 
 
 def line(report: ReplayReport) -> str:

@@ -13,12 +13,11 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected, RunError
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.panel import LivePanel
-from moe_trm.observe.run_outcome import record_failure
-from moe_trm.report.page import render
-from moe_trm.report.run import read_run
-from moe_trm.report.run_end import LEARNER_LOCK, RunEnd, outcome, read_end, write_end
+from moe_trm.observe.report.page import render
+from moe_trm.run_folder.run import read_run
+from moe_trm.run_folder.run_end import LEARNER_LOCK, RunEnd, outcome, read_end, record_failure, write_end
 from moe_trm.runtime.lock import held_alone
-from tests.unit.report.made_run import make_run, metrics_of
+from tests.unit.observe.report.made_run import make_run, metrics_of
 
 
 def config() -> Config:

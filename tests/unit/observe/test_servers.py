@@ -12,10 +12,9 @@ from rich.console import Console
 
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
+from moe_trm.observe.report.page import render
 from moe_trm.observe.server_log import ServerLog
-from moe_trm.report.page import render
-from moe_trm.report.run import Run
-from moe_trm.report.run_tables import SERVERS_FILE
+from moe_trm.run_folder.run import SERVERS_FILE, Run
 from moe_trm.types import ServerState
 
 WELL = (ServerState("http://one"), ServerState("http://two"))

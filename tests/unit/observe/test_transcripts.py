@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
+from moe_trm.observe.report.token_rows import transcript
 from moe_trm.observe.transcripts import Transcripts, open_transcripts
 from moe_trm.ratios import LogRatios
-from moe_trm.report.token_rows import transcript
 from tests.unit.observe.made_transcripts import Letters, judged, made_transcripts, rows, sampled_places
-from tests.unit.report.page_reader import PageReader
+from tests.unit.observe.report.page_reader import PageReader
 
 
 def test_every_number_is_that_of_record_ratio_and_correction(tmp_path: Path) -> None:

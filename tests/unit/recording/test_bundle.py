@@ -21,7 +21,7 @@ from moe_trm.sampling_mask.violation import drop
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing import RouteRecord, token_digest
-from routing.groups import encode_group
+from routing.record.groups import encode_group
 from tests.unit.sampling_mask.sets import random_mask
 
 PROMPT = Prompt("p", (5, 6))

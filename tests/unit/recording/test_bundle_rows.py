@@ -15,7 +15,7 @@ from moe_trm.rollout.build import build_engine
 from moe_trm.rollout.recorded import BundleEngine
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from routing.row_ids import ROW_STEP
+from routing.layout.row_ids import ROW_STEP
 from tests.unit.recording.test_bundle import assert_same
 from tests.unit.records import make_record, split_record
 from tests.unit.rollout.agents.made_sessions import rows_of, sample_of, tree_of

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from launch.start.preflight import check_launch
 from moe_trm.config import load
-from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import BundleError, ConfigError
 from moe_trm.models.tiny.families import make_family
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.recording.existing import check_not_anothers
 from moe_trm.recording.scores import CONFIG_FILE, ScoredBatch, ScoredUpdate, write_scores
-from moe_trm.whatif.recording import load as load_recording
+from moe_trm.tools.whatif.recording import load as load_recording
 from tests.unit.records import make_record
 
 RUN = ("runs", "mine")

@@ -22,7 +22,7 @@ from moe_trm.config.schema import AdvantageConfig, Config
 from moe_trm.errors import REFUSED, ControllerError
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
-from moe_trm.report.commands import write
+from moe_trm.observe.report.commands import write
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerReply, ControllerService, Start
@@ -32,8 +32,8 @@ from moe_trm.sync.rounding import Rounding
 from moe_trm.tasks import RewardInput
 from moe_trm.types import SamplingParams, ServerState, TrainBatch
 from tests.unit.advantages import of_step
+from tests.unit.observe.report.page_reader import PageReader
 from tests.unit.records import LAYERS, make_record
-from tests.unit.report.page_reader import PageReader
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, FakeTask, controller_with, plan, rows_of
 
 

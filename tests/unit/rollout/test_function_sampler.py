@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe_trm.errors import ConfigError, EngineError
-from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord, SamplingParams

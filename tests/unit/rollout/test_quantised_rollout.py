@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moe_trm.report.run import read_run
-from moe_trm.report.summary import checks
-from tests.unit.report.made_run import make_run
+from moe_trm.observe.report.summary import checks
+from moe_trm.run_folder.run import read_run
+from tests.unit.observe.report.made_run import make_run
 
 
 def test_the_report_says_so(tmp_path: Path) -> None:

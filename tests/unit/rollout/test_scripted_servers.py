@@ -20,7 +20,6 @@ import torch
 
 from moe_trm.config.rules import refusals
 from moe_trm.config.schema import Config
-from moe_trm.doctor.served import attached
 from moe_trm.errors import ConfigError, EngineError, SyncError
 from moe_trm.rollout.build import build_engine
 from moe_trm.rollout.server_engine import ServerEngine
@@ -31,6 +30,7 @@ from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import ScoredText, WeightPush
 from moe_trm.sync.rounding import Rounding
+from moe_trm.tools.doctor.served import attached
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.unit.rollout.script_server import LOGPROB, SCRIPT
 from tests.unit.rollout.test_sglang_engine import HF

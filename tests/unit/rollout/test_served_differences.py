@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
+from launch.start.preflight import check_model_and_layout
 from moe_trm.config.schema import Config
-from moe_trm.doctor.examine import without_weights
-from moe_trm.doctor.preflight import check_model_and_layout
-from moe_trm.doctor.served import known_difference
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.models.hf_config import LAYER_KEYS
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
@@ -34,6 +32,8 @@ from moe_trm.rollout.sglang.served_differences import (
     remark_on_epsilons,
 )
 from moe_trm.rollout.vllm.backend import VllmBackend
+from moe_trm.tools.doctor.examine import without_weights
+from moe_trm.tools.doctor.served import known_difference
 from tests.published_models import published_config
 
 FILES = {

@@ -12,13 +12,13 @@ import pytest
 from moe_trm.config import InvalidConfigError, load, resolve
 from moe_trm.config.engines import ENGINES, SERVER_BACKENDS
 from moe_trm.config.schema import Config
-from moe_trm.doctor.environment import environment
 from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.recorded import BundleEngine
 from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.vllm.backend import VllmBackend
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.tools.doctor.environment import environment
 from moe_trm.types import TrainBatch, TrainRow
 from tests.unit.rollout.scripted_engine import REJECTED, SCRIPT
 
@@ -125,9 +125,9 @@ def test_engines_say_of_themselves_what_the_table_says() -> None:
 
 ROOT = Path(__file__).parents[3]
 BUILDERS = {"moe_trm/rollout/build.py", "moe_trm/config/engines.py"}
-IMPORTS_BEFOREHAND = "moe_trm/quickstart/__main__.py"
+IMPORTS_BEFOREHAND = "moe_trm/tools/quickstart/__main__.py"
 """Its servers are forks of a process that has imported SGLang."""
-SPOKEN = "moe_trm/translate/"
+SPOKEN = "moe_trm/tools/translate/"
 """Tables of the words of other trainers."""
 
 

@@ -7,12 +7,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from routing.cut import by_layer, first_cut, rows_of_records, stacked_routes
-from routing.packed_layout import AnyLayout
-from routing.proof import second_cut
-from routing.record import RouteRecord
-from routing.replay import check_rows
-from routing.rows import Rows
+from routing.layout.packed import AnyLayout
+from routing.layout.rows import Rows
+from routing.record.record import RouteRecord
+from routing.record.sources import check_rows
+from routing.replay.cut import by_layer, first_cut, rows_of_records, stacked_routes
+from routing.replay.proof import second_cut
 
 Records = Sequence[RouteRecord | None]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from routing import FlipBoundError, ReplayProofError, RouteRecord
-from routing.alignment import Agreement, SuspectFinding, _judge, _routes, examine, refuse
-from routing.flip_bound import Suspect
-from routing.layout import Layout
-from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport
+from routing.judge.alignment import Agreement, SuspectFinding, _judge, _routes, examine, refuse
+from routing.judge.flip_bound import Suspect
+from routing.layout.padded import Layout
+from routing.record.sources import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport
 
 E, K, LAYERS, T = 16, 4, (1, 2, 5, 6), 60
 DEPTH = 7

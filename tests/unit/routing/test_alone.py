@@ -34,7 +34,7 @@ modules = [one.name for one in pkgutil.walk_packages(routing.__path__, "routing.
 for name in modules:
     importlib.import_module(name)
 
-from routing.columns import Columns
+from routing.layout.columns import Columns
 from tests.unit.routing.toy_model import Toy, records
 from routing.hf_context import replay
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routing import Layout, PackedLayout, RouteError, Rows
-from routing.columns import Columns
 from routing.hf import HFReplayer
-from routing.placing import placed_routes, sliced_routes
-from routing.replay import Record, ReplayRecorded, ReplayRecords, check_rows
+from routing.layout.columns import Columns
+from routing.record.sources import Record, ReplayRecorded, ReplayRecords, check_rows
+from routing.replay.placing import placed_routes, sliced_routes
 from tests.unit.routing.toy_model import LAYERS, E, K, Toy, records
 
 

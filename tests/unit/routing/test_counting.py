@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from routing.proof import same_set
-from routing.replay import ReplayRecords
-from routing.replay_pass import DUE, FLIPPED, MATCHED, NATIVE, ROUTED, Counters, ReplayPass
-from routing.sample_flips import PassFlips, SampleFlips, total
+from routing.judge.sample_flips import PassFlips, SampleFlips, total
+from routing.record.sources import ReplayRecords
+from routing.replay.proof import same_set
+from routing.replay.replay_pass import DUE, FLIPPED, MATCHED, NATIVE, ROUTED, Counters, ReplayPass
 
 N, K, E, NUM_LAYERS, SAMPLES = 24, 3, 8, 6, 4
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from routing.end_agreement import SHAPE, SHORTEST, at_ends, wrong_ends
-from routing.flip_bound import token_fault
+from routing.judge.end_agreement import SHAPE, SHORTEST, at_ends, wrong_ends
+from routing.judge.flip_bound import token_fault
 from tests.unit.routing.test_token_agreement import SAMPLES, SHAPES, TOKENS, clean, flips_of, unrelated
 
 MODELS = ["quickstart", "OLMoE", "Qwen3-30B"]

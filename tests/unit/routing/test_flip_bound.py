@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from routing import FlipBoundError, ReplayProofError
-from routing.flip_bound import _medians, fewest_tokens, suspects
-from routing.replay_pass import judge
-from routing.sample_flips import UNNAMED, PassFlips, SampleFlips, keys_of, name_of, total
+from routing.judge.flip_bound import _medians, fewest_tokens, suspects
+from routing.judge.sample_flips import PassFlips, SampleFlips, keys_of, total
+from routing.layout.row_ids import UNNAMED, name_of
+from routing.replay.replay_pass import judge
 
 LAYERS = 12
 SHAPES = [(1, 8), (2, 8), (8, 128)]

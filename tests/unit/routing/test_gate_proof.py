@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from routing.gate_proof import GateProof
+from routing.replay.gate_proof import GateProof
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing import RouteError, RouteRecord, decode, encode, token_digest
-from routing.groups import decode_group, encode_group, extend
 from routing.indexer.record import IndexerRecord
 from routing.indexer.sets import bound_bits, pack, unpack
+from routing.record.groups import decode_group, encode_group, extend
 
 
 def random_sets(rows: int, top_k: int, seed: int = 0, near: float = 0.0) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from routing.errors import ReplayProofError
-from routing.megatron_dispatch import Dispatched
+from routing.hosts.megatron_dispatch import Dispatched
 
 N, E, K, RANKS = 5, 8, 2, 2
 

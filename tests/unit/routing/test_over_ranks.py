@@ -12,8 +12,8 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from routing.over_ranks import ROOM, over_ranks
-from routing.sample_flips import PassFlips, SampleFlips, total
+from routing.judge.sample_flips import PassFlips, SampleFlips, total
+from routing.replay.over_ranks import ROOM, over_ranks
 
 LAYERS, RANKS = 5, 3
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routing import PackedLayout, RouteError, RouteRecord
-from routing.layout import Layout
-from routing.packed_layout import packed_places
-from routing.proof import due_by_sample, due_tokens, free_tokens, locate, sample_of_tokens
+from routing.layout.packed import packed_places
+from routing.layout.padded import Layout
+from routing.replay.proof import due_by_sample, due_tokens, free_tokens, locate, sample_of_tokens
 from tests.unit.routing.cuts import expected_routes, local_targets
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]

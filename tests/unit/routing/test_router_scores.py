@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from routing import RouteError
-from routing.router_shift import KEEP, RouterScores, RouterWatch
+from routing.record.router_shift import KEEP, RouterScores, RouterWatch
 
 TOKENS, EXPERTS, TOP_K, LAYERS = 7, 6, 3, (1, 4)
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routing import RouteError, RouteRecord, combinations, decode, encode, expert_dtype
-from routing.codec import checksum
+from routing import RouteError, RouteRecord, decode, encode, expert_dtype
+from routing.record import combinations
+from routing.record.codec import checksum
 
 # name -> layers, experts per token, experts, log2 C(E, K) / 8 bytes per token.
 MODELS = {

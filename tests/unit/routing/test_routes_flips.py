@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import routing
 from routing import Layout, RouteError, RouteRecord
-from routing.flips import flipped_tokens, gate_weight_shift, router_margin
-from routing.replay import Recorded
+from routing.judge.flips import flipped_tokens, gate_weight_shift, router_margin
+from routing.record.sources import Recorded
 from tests.unit.routing.cuts import local_targets
 
 # Four token-layers of E=6, K=2: {0,1}|{1,0}, {2,3}|{2,4}, {1,0}|{1,0}, {0,4}|{3,4}.

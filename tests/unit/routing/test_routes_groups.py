@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from routing import RouteError, RouteRecord, encode, expert_dtype
-from routing.groups import decode_group, encode_group, extend, shared_rows
-from routing.load import expert_load, load_entropy, load_imbalance
+from routing.record.groups import decode_group, encode_group, extend, shared_rows
+from routing.replay.load import expert_load, load_entropy, load_imbalance
 
 L, K, E = 3, 4, 60
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from routing import RouteError
-from routing.layout import Layout, padding_multiple
-from routing.proof import due_tokens, locate
+from routing.layout.padded import Layout, padding_multiple
+from routing.replay.proof import due_tokens, locate
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2)]
 

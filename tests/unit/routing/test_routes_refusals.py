@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from routing import ReplayRefusedError
-from routing.megatron_checks import check_config
+from routing.hosts.megatron_checks import check_config
 
 
 def settings(**changes: Any) -> SimpleNamespace:
@@ -44,11 +44,11 @@ def test_whole_experts_under_tensor_parallelism_are_refused_before_megatron_0_17
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = settings(tensor_model_parallel_size=2, sequence_parallel=True)
-    monkeypatch.setattr("routing.megatron_checks.version", lambda _name: "0.16.1")
+    monkeypatch.setattr("routing.hosts.megatron_checks.version", lambda _name: "0.16.1")
     with pytest.raises(ReplayRefusedError, match="gradients"):
         check_config(layout)
     check_config(settings(**vars(layout) | {"expert_tensor_parallel_size": 2}))
-    monkeypatch.setattr("routing.megatron_checks.version", lambda _name: "0.19.2")
+    monkeypatch.setattr("routing.hosts.megatron_checks.version", lambda _name: "0.19.2")
     check_config(layout)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from routing import RouteError, RouteRecord, sample_origin, token_digest
-from routing.layout import Layout
-from routing.proof import due_tokens, same_set, shared
-from routing.replay import batch_digest, row_lengths
+from routing.layout.padded import Layout
+from routing.record.sources import batch_digest, row_lengths
+from routing.replay.proof import due_tokens, same_set, shared
 from tests.unit.routing.cuts import check_records, expected_routes, local_targets
 
 E, K, LAYERS = 8, 2, (0, 2, 3)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
-from routing.replay import ReplayRecords, ReplayReport
-from routing.replay_pass import Counters, ReplayPass, judge
-from routing.sample_flips import PassFlips, total
+from routing.judge.sample_flips import PassFlips, total
+from routing.record.sources import ReplayRecords, ReplayReport
+from routing.replay.replay_pass import Counters, ReplayPass, judge
 from routing.sglang import decode_payload
 
 T, D, K, E = 6, 4, 2, 8

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from routing import RouteError, RouteRecord, Rows, token_digest
-from routing.placing import placed_routes, sliced_routes, uncovered
-from routing.replay import check_rows
+from routing.record.sources import check_rows
+from routing.replay.placing import placed_routes, sliced_routes, uncovered
 
 E, K, LAYERS, LENGTHS = 8, 2, (0, 3), (5, 1, 3)
 COLUMNS = 7

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from routing.errors import MisalignedError
-from routing.flip_bound import FlipBoundError, fresh_fault, token_fault
-from routing.replay_pass import judge
-from routing.sample_flips import PassFlips, SampleFlips, total
-from routing.token_agreement import clean_share, judged_by_token, least_lost, of_samples
+from routing.judge.flip_bound import FlipBoundError, fresh_fault, token_fault
+from routing.judge.sample_flips import PassFlips, SampleFlips, total
+from routing.judge.token_agreement import clean_share, judged_by_token, least_lost, of_samples
+from routing.replay.replay_pass import judge
 
 SHAPES = {"quickstart": (4, 2, 16), "OLMoE": (8, 8, 64), "Qwen3-30B": (48, 8, 128), "top-1": (12, 1, 8)}
 """Layers, K, E."""

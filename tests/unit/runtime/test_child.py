@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import pytest
 
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.functions.host import FunctionHost
-from moe_trm.functions.process import FunctionFailed
 from moe_trm.runtime.child import Child, ChildEnded, NotStarted
 from moe_trm.runtime.child_messages import error_of, problem_of
+from moe_trm.runtime.functions.host import FunctionHost
+from moe_trm.runtime.functions.process import FunctionFailed
 
 T = TypeVar("T")
 SOURCE = """
 import asyncio, os, signal
-from moe_trm.functions.hosted import Hosted
+from moe_trm.runtime.functions.hosted import Hosted
 
 def adapt(function, settings):
     async def call(payload, ask):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm.checkpoint import history
+from moe_trm.run_folder import history
 from moe_trm.runtime.patience import MOST, patient
 
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_trm import summable
-from moe_trm.batch.compared import rewarded_samples
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config, Recovery
 from moe_trm.learner.protocol import Scores
 from moe_trm.learner.scoring import FED, on_device
+from moe_trm.methods import summable
 from moe_trm.step.advantages import Advantages
 from moe_trm.step.objective import TERMS, Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, RewardedSample, TokenBatch, TrainRow
-from routing.replay import Native, RouteSource
+from routing.record.sources import Native, RouteSource
 from tests.unit.advantages import estimator, valued
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_trm.batch.advantages import opob
+from moe_trm.advantages.by_row import opob
+from moe_trm.advantages.by_token import otb, score_energy, weighted_energy
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.batch.collate import collate
-from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
-from moe_trm.batch.token_advantages import otb, score_energy, weighted_energy
 from moe_trm.config import InvalidConfigError, load
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, TrainBatch, TrainRow
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.unit.advantages import estimator
 from tests.unit.step.shared_minibatch import FakeLearner, Ranks, anchor_logprobs, config, rows
 

@@ -20,8 +20,8 @@ from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.recipe import recipe
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
-from routing.replay import Recorded, RouteSource
-from routing.router_shift import KEEP, RouterScores
+from routing.record.router_shift import KEEP, RouterScores
+from routing.record.sources import Recorded, RouteSource
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 

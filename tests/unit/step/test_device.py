@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from moe_trm import corrections, diagnostics, losses
-from moe_trm.batch.compared import rewarded_samples
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Evidence
 from moe_trm.learner.protocol import Scores
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.losses import get as loss_named
+from moe_trm.methods.row_fields import RowFields
 from moe_trm.ratios import LogRatios
-from moe_trm.row_fields import RowFields
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, TokenBatch, TrainBatch
-from routing.replay import RouteSource
+from routing.record.sources import RouteSource
 from tests.unit.advantages import estimator
 from tests.unit.corrections.test_correction_properties import THRESHOLDS
 from tests.unit.doubles import StandInLearner

@@ -10,7 +10,7 @@ import torch
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.exact import InexactError, proved
 from moe_trm.step.passes import Anchored
-from routing.replay import ReplayReport
+from routing.record.sources import ReplayReport
 from tests.unit.step.test_rate_guard import anchored
 
 CLEAN = ReplayReport(replayed=100, matched=100)

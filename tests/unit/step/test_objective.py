@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from moe_trm import corrections, losses
-from moe_trm.batch.advantages import grpo
+from moe_trm.advantages.by_row import grpo
+from moe_trm.advantages.compared import rewarded_samples
 from moe_trm.batch.collate import collate
-from moe_trm.batch.compared import rewarded_samples
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
-from moe_trm.functions.parameters import declared
 from moe_trm.learner.protocol import Scores
 from moe_trm.losses.kl import kl_term
+from moe_trm.methods.parameters import declared
 from moe_trm.ratios import LogRatios
 from moe_trm.step.advantages import own_records
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, MiniBatch
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.unit.advantages import estimator
 from tests.unit.step.shared_minibatch import (
     FakeLearner,

@@ -8,7 +8,7 @@ import torch
 from moe_trm.batch.collate import collate
 from moe_trm.step.passes import anchor_source, judging, update_source
 from moe_trm.types import MicroBatch, TrainRow
-from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
+from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayRecords
 from tests.unit.records import make_record
 
 BATCH = collate(MicroBatch((TrainRow(make_record()),)), keep_mask=True)

@@ -12,7 +12,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.step.passes import Anchored
 from moe_trm.step.rate_guard import RateGuard, sequence_weights
 from moe_trm.types import TrainRow
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 

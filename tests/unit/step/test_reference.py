@@ -15,7 +15,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, TrainRow
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.unit.advantages import valued
 from tests.unit.step.shared_minibatch import (
     FakeLearner,

@@ -19,10 +19,10 @@ from moe_trm.losses.aggregate import Aggregation
 from moe_trm.recording.scores import ScoredUpdate, ScoresReader, write_scores
 from moe_trm.step.passes import Anchored
 from moe_trm.step.score_recorder import _scored
+from moe_trm.tools.whatif.offline import RecordedLearner
 from moe_trm.types import TrainRow
-from moe_trm.whatif.offline import RecordedLearner
-from routing.replay import Native
-from routing.row_ids import ROW_STEP
+from routing.layout.row_ids import ROW_STEP
+from routing.record.sources import Native
 from tests.unit.advantages import valued
 from tests.unit.records import make_record, split_record
 from tests.unit.step.shared_minibatch import anchor_logprobs, config, current_logprobs, outcome, rows

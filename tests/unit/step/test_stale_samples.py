@@ -22,9 +22,9 @@ from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import recipe
 from moe_trm.step.score_recorder import ScoreRecorder
+from moe_trm.tools.whatif.judge import Candidate, judge
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
-from moe_trm.whatif.judge import Candidate, judge
-from routing.replay import Native
+from routing.record.sources import Native
 from tests.unit.advantages import valued
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record

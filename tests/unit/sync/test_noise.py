@@ -12,7 +12,7 @@ from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tiny.families import COMMON
-from moe_trm.probe.rounding_shares import roundings
+from moe_trm.step.probe.rounding_shares import roundings
 from moe_trm.sync import distributed
 from moe_trm.sync.rounding import NormNoise, Rounding, RouterNoise, computes_in, rounding_of
 from moe_trm.sync.tensors import tensor_digest

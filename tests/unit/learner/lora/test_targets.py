@@ -14,7 +14,7 @@ from moe_trm.learner.lora.targets import adapted_modules, check_lora, matrix_mod
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tensors import tensor_names
 from moe_trm.models.tiny.families import COMMON
-from moe_trm.probe.rounding_shares import roundings
+from moe_trm.step.probe.rounding_shares import roundings
 from tests.unit.sections import sections_of
 
 LAYERS = 2

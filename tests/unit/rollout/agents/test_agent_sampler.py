@@ -14,13 +14,13 @@ from moe_trm.config.schema import Config
 from moe_trm.config.schema.agent import AgentRows
 from moe_trm.config.task_rules import refusals
 from moe_trm.errors import ConfigError, EngineError
-from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents import live_session
 from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader, build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord, SamplingParams
 from tests.unit.rollout import moods

@@ -18,7 +18,6 @@ from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import refusals
 from moe_trm.errors import ConfigError
-from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
@@ -28,6 +27,7 @@ from moe_trm.rollout.build import agent_host
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.runtime.child import Answerer
+from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.runtime.private import Scratch
 from moe_trm.types import RolloutRecord
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine

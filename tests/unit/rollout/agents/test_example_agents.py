@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import TaskConfig
-from moe_trm.functions.load import load_function
+from moe_trm.methods.load import load_function
 from moe_trm.models.tiny.checkpoint import make_checkpoint
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost

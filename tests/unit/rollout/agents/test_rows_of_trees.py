@@ -16,7 +16,7 @@ from moe_trm.rollout.agents.rows import SessionRows, spoken
 from moe_trm.rollout.agents.tree import SessionTree
 from moe_trm.types import RolloutRecord
 from routing import RouteError
-from routing.row_ids import ROW_STEP, row_name, row_of
+from routing.layout.row_ids import ROW_STEP, row_name, row_of
 from tests.unit.rollout.agents.made_sessions import ADDED, rows_of, size_of, tree_of
 from tests.unit.rollout.agents.speaking_engine import logprob, route_row
 from tests.unit.rollout.agents.talks import Talk

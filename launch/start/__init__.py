@@ -1,0 +1,1 @@
+"""Checks that every start makes before anything is loaded."""

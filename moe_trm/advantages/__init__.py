@@ -1,0 +1,1 @@
+"""Advantages: rewards of a group compared, per answer and per token."""

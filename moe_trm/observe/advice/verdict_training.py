@@ -1,0 +1,132 @@
+"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, what there is to learn from,
+and the rollout servers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pvariance
+
+from moe_trm.methods.limits import CLIPPED, LENGTH_WINDOW, rising, series, surged
+from moe_trm.observe.advice import remedies
+from moe_trm.observe.advice.remedies import Remedy, Settings, first
+from moe_trm.observe.advice.verdict_types import Verdict, pick
+
+GRADIENT_NORM = 100.0
+"""Above it the clip of the gradient leaves a direction without a size."""
+WITHOUT_SIGNAL = 0.5
+"""Share of groups that may have equal rewards."""
+REWARD_WINDOW, REWARD_DROP = 10, 0.3
+"""Steps over which rewards are averaged, and the share of the best such mean that may be lost."""
+
+
+def router(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
+    """Replayed routes are no longer the live router's choice, and were found to be those of their tokens and layers."""
+    if not seen.get("routing/moved_samples"):
+        return None
+    flips = seen["routing/local_flip_rate"]
+    worst = max(fnmatch.filter(seen, "routing/local_flip_rate/layer_*"), key=lambda name: seen[name])
+    age = int(seen.get("rollout/age_max", 0.0))
+    younger = (remedies.younger(settings, age),) if age >= 2 else ()
+    remedy = first(settings, *younger, _half_rate(seen))
+    said = (
+        f"The router has moved since the engine chose these routes: {flips:.0%} of the replayed sets are no longer its "
+        f"choice ({seen[worst]:.0%} in layer {worst.rpartition('_')[2]}), spread over the samples, and rows and layers "
+        "were found in place. Train it in smaller steps, make fewer updates of a batch, or hold it with "
+        "learner.freeze_router=true."
+    )
+    return Verdict("router", said, {"routing/local_flip_rate": flips, worst: seen[worst]}, remedy.config)
+
+
+def clipping(history: Sequence[Mapping[str, float]], settings: Settings) -> Verdict | None:
+    """The clip holds a high and rising share of tokens."""
+    clipped = series(history, "loss/pg_clipfrac")
+    if not clipped or clipped[-1] <= CLIPPED or not rising(clipped):
+        return None
+    remedy = first(settings, remedies.ONE_UPDATE, remedies.ONE_EPOCH, _half_rate(history[-1]))
+    sentence = f"The clip cuts more and more of the gradient ({clipped[-1]:.0%} of tokens): {remedy.words}."
+    return Verdict("clipping", sentence, {"loss/pg_clipfrac": clipped[-1]}, remedy.config)
+
+
+def length(history: Sequence[Mapping[str, float]], key: str) -> Verdict | None:
+    """Answers grew by a fifth within a hundred steps."""
+    growth = surged(history, key)
+    if growth is None:
+        return None
+    sentence = f"Answers grew by {growth - 1:.0%} in {LENGTH_WINDOW} steps, which amplifies every mismatch."
+    return Verdict("length", sentence, {key: history[-1][key]}, _half_rate(history[-1]).config)
+
+
+def gradient(seen: Mapping[str, float]) -> Verdict | None:
+    """A gradient far too long, or without a number."""
+    norm = seen.get("optimizer/grad_norm", 0.0)
+    if norm <= GRADIENT_NORM:
+        return None
+    said = (
+        f"The gradient has a norm of {norm:,.0f}: what clips it leaves its direction alone, and one row may set that."
+    )
+    return Verdict("gradient", said, {"optimizer/grad_norm": norm}, _half_rate(seen).config)
+
+
+def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
+    """Most groups have equal rewards, so nothing can be learned from them."""
+    name = "reward/zero_variance_groups"
+    share = seen.get(name, 0.0)
+    if share <= WITHOUT_SIGNAL or settings.get("kl.where") == "advantage":
+        return None
+    said = f"{share:.0%} of the groups have equal rewards and teach nothing"
+    solved = seen.get("reward/solved_groups", 0.0)
+    if solved > WITHOUT_SIGNAL:
+        learned = (
+            f"This task is learned: in {solved:.0%} of the groups every sample is right. Harder prompts teach more."
+        )
+        return Verdict("learned", learned, {name: share, "reward/solved_groups": solved}, "")
+    lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}
+    if lost:
+        told = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())
+        said = f"{said}, and rewards failed ({told}): mend the reward first, the log says what it raised."
+        return Verdict("signal", said, {name: share, **lost}, "")
+    remedy = first(settings, Remedy("batch.zero_variance=drop", ""))
+    return Verdict("signal", f"{said}: their prompts are too easy or too hard.", {name: share}, remedy.config)
+
+
+def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """The mean reward fell by nearly a third from its best, and not by chance: what was learned is being lost."""
+    values = [value for value in series(history, "reward/mean") if math.isfinite(value)]
+    if len(values) < 2 * REWARD_WINDOW:
+        return None
+    *earlier, latest = [values[i - REWARD_WINDOW : i] for i in range(REWARD_WINDOW, len(values) + 1)]
+    best = max(earlier, key=math.fsum)
+    high, now = fmean(best), fmean(latest)
+    chance = math.sqrt((pvariance(best) + pvariance(latest)) / REWARD_WINDOW)
+    if high <= 0 or now >= (1 - REWARD_DROP) * high or high - now <= 4 * chance:
+        return None
+    fell = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps)"
+    said = f"{fell}: what was learned is being lost."
+    return Verdict("reward", said, {"reward/mean": values[-1]}, _half_rate(history[-1]).config)
+
+
+def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """A rollout server is out of service, or was during this step."""
+    seen = history[-1]
+    lost, evidence = seen.get("rollout/servers_lost", 0.0), pick(seen, "rollout/servers_lost", "rollout/losses")
+    if lost:
+        total = lost + seen.get("rollout/servers", 0.0)
+        away = f"{lost:.0f} of {total:.0f} rollout servers {'is' if lost == 1 else 'are'} out of service"
+        said = f"{away}: rollout.log says why."
+        return Verdict("servers", said, evidence, "")
+    before = series(history[:-1], "rollout/losses")
+    now = seen.get("rollout/losses", 0.0)
+    if now <= (before[-1] if before else 0.0):
+        return None
+    said = (
+        f"A rollout server was lost and came back ({now:.0f} losses, {seen.get('rollout/lost_s', 0.0):.0f} s out of "
+        "service since the start): rollout.log says why."
+    )
+    return Verdict("servers", said, evidence, "")
+
+
+def _half_rate(seen: Mapping[str, float]) -> Remedy:
+    return remedies.half_rate(seen.get("optimizer/lr", 0.0))

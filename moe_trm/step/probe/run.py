@@ -1,0 +1,237 @@
+"""The probe: one batch scored with the learner's own routes and with the rollout's, at the same weights.
+
+native - rollout = (replayed - rollout) + (native - replayed) = numerics + routing, without remainder.
+
+From a large batch, a random sample of rows is scored (`probe.sample`). Both log-probs are of the same micro-batches, so
+that where no expert differs, they are equal to the last bit. So those with the rollout's routes are the anchors' own
+where the sample is minibatches with anchors, and a pass more where it is not.
+
+Shape letters: B rows, R forwarded tokens, L MoE layers, N scored tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_trm.config.schema import Config, ReplayMode
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.ratios import k3
+from moe_trm.step.anchors import snapshot_name
+from moe_trm.step.passes import Anchored, anchor_source, judged_before
+from moe_trm.step.probe.flip_causes import flip_causes, flips_of
+from moe_trm.step.probe.load_balance import load_balance
+from moe_trm.step.probe.rounding_shares import rounding_shares, roundings
+from moe_trm.step.probe.sample import ProbeChoice, ProbeRows, products, standard_errors
+from moe_trm.types import RolloutRecord, TokenBatch, TrainBatch
+from routing.record.sources import Record, ReplayReport
+
+FIGURES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "routing/native_flip_rate": ("flipped_token_layers", "token_layers"),
+        "routing/native_token_flip_rate": ("flipped_tokens", "tokens"),
+        "probe/native_k3_kl": ("native_k3", "tokens"),
+        "probe/replayed_k3_kl": ("replayed_k3", "tokens"),
+        "probe/numerics_abs_mean": ("numerics_abs", "tokens"),
+        "probe/routing_abs_mean": ("routing_abs", "tokens"),
+        "probe/kept_mass_mean": ("kept_mass", "tokens"),
+        "probe/routing_share": ("k3_by_routes", "native_k3"),
+    }
+)
+"""Metrics that are ratios of sums over tokens: top, bottom."""
+ERRORS: Mapping[str, str] = MappingProxyType(
+    {
+        "routing/native_flip_rate_se": "flipped_token_layers",
+        "probe/native_k3_kl_se": "native_k3",
+        "probe/replayed_k3_kl_se": "replayed_k3",
+        "probe/routing_share_se": "k3_by_routes",
+        "probe/numerics_abs_mean_se": "numerics_abs",
+        "probe/routing_abs_mean_se": "routing_abs",
+    }
+)
+"""Metrics that are standard errors, with the tops of their ratios."""
+SPREAD = MappingProxyType({top: bottom for top, bottom in FIGURES.values() if top in ERRORS.values()})
+"""These ratios: top -> bottom."""
+
+
+@dataclass(frozen=True)
+class ProbeTokens:
+    """Scored tokens of one rank, all `[N]`.
+
+    Attributes:
+        group_id, sample_id: prompt the token answers, and the row that it is of (`RolloutRecord.row_id`); tokens of one
+            row are in order.
+        native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed
+            routes.
+        flipped_layers: MoE layers whose expert set differs between the two engines at the token's input row.
+        log_kept_mass: log of the learner's own probability of the kept support; 0 without a sampling mask.
+    """
+
+    group_id: Tensor
+    sample_id: Tensor
+    native: Tensor
+    replayed: Tensor
+    flipped_layers: Tensor
+    log_kept_mass: Tensor
+
+
+class Probe:
+    """Probe that runs every `config.probe.every` steps.
+
+    With `config.probe.save` each rank keeps its tokens in `run_dir/probe`. `mode`: whose routes the anchors' passes
+    use.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, mode: ReplayMode) -> None:
+        self._config, self._folder = config, run_dir / "probe"
+        self._roundings = roundings(config.learner, config.rollout)
+        self._mode, self._choice = mode, ProbeChoice(config, mode)
+
+    def due(self, step: int) -> bool:
+        """True on steps with a probe."""
+        every = self._config.probe.every
+        return bool(every) and step % every == 0
+
+    def thorough(self, step: int) -> bool:
+        """True on steps whose probe also makes the passes of `probe.thorough_every`."""
+        probe = self._config.probe
+        return self.due(step) and (step // probe.every - 1) % probe.thorough_every == 0
+
+    def anchors_all(self, batch: TrainBatch) -> bool:
+        """True where every minibatch of the step is to have a pass before its update.
+
+        A thorough probe compares the first one's with its update's own forward (`update/first_nonzero_fraction`). One
+        that looks at the first minibatch takes its log-probs.
+        """
+        minis = batch.mini_batches
+        return self.thorough(batch.step) or (
+            self.due(batch.step) and self._mode == "R3" and self._choice.num_minibatches(minis) == len(minis)
+        )
+
+    def run(self, step: int, learner: Learner, anchored: Sequence[Anchored]) -> dict[str, float]:
+        """Probe metrics of this step, reduced over ranks; empty on steps without a probe.
+
+        What the probe itself replays is proved here, and counted apart from what training replays. Raises
+        `ReplayProofError`.
+        """
+        if not self.due(step):
+            return {}
+        rows = self._choice.rows(learner, anchored, step)
+        batches = rows.batches
+        native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
+        replayed = self._by_rollout_routes(learner, rows)
+        flips = [flips_of(scores, batch, learner.moe_layer_ids) for batch, scores in zip(batches, native, strict=True)]
+        tokens = _join(
+            [_compare(learner, *item) for item in zip(batches, rows.records, native, replayed, flips, strict=True)]
+        )
+        if self._config.probe.save and learner.leads:
+            self._save(step, learner.data_rank, tokens)
+        summary = summarize(learner, tokens, rows)
+        if batches[0].kept_ids is not None:
+            # A full-vocabulary ratio would be off by this factor on average.
+            summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
+        if self._roundings and self.thorough(step):
+            summary |= rounding_shares(learner, batches, replayed, self._roundings, rows)
+        older = {
+            version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
+            for version in _older(learner, anchored[0], batches)
+        }
+        everything = [batch for part in anchored for batch in part.batches]
+        summary |= load_balance(learner, everything) | flip_causes(learner, batches, native, older, flips)
+        return summary | _replayed(learner.replay_report())
+
+    def _by_rollout_routes(self, learner: Learner, rows: ProbeRows) -> Sequence[Scores]:
+        """Scores with the rollout's routes in the probe's micro-batches."""
+        if self._mode == "R3" and rows.anchored and all(part.scored for part in rows.anchored):
+            return [scores for part in rows.anchored for scores in part.scores]
+        # Under R3 the passes of training have judged these rows.
+        sources = [
+            anchor_source("R3", batch, judged_before(batch) if self._mode == "R3" else ()) for batch in rows.batches
+        ]
+        return learner.score(rows.batches, sources)
+
+    def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        save_file(vars(tokens), self._folder / f"step-{step:06d}-rank{rank}.safetensors")
+
+
+def _replayed(report: ReplayReport) -> dict[str, float]:
+    """Empty where the probe could use the scores of training."""
+    applied, flips = report.applied_fraction, report.local_flip_rate
+    if applied is None or flips is None:
+        return {}
+    moved = {"probe/moved_samples": float(report.moved)} if report.moved else {}
+    return {"probe/applied_fraction": applied, "probe/local_flip_rate": flips, **moved}
+
+
+def _older(learner: Learner, part: Anchored, batches: Sequence[TokenBatch]) -> list[int]:
+    """Older versions that sampled tokens of these rows, on any rank, and whose weights are held. Collective."""
+    if part.recovery != "snapshot":
+        return []
+    versions = torch.cat([batch.versions[batch.mask] for batch in batches])
+    return sorted(set(learner.gather(torch.unique(versions).long()).tolist()) - {part.version})
+
+
+def _compare(
+    learner: Learner,
+    batch: TokenBatch,
+    records: Sequence[RolloutRecord],
+    native: Scores,
+    replayed: Scores,
+    flipped_BRL: Tensor,
+) -> ProbeTokens:
+    mask = batch.mask.cpu()
+    rows, _ = mask.nonzero(as_tuple=True)
+    ids = torch.tensor([*((record.group_id, record.row_id) for record in records), (0, 0)], dtype=torch.int64)
+    flips = learner.sum_over_stages(learner.sum_over_slices(flipped_BRL.sum(-1))).cpu().to(torch.int16)
+    mass = native.log_kept_mass
+    return ProbeTokens(
+        group_id=ids[rows, 0],
+        sample_id=ids[rows, 1],
+        native=(native.logprobs - batch.rollout_logprobs)[batch.mask].cpu(),
+        replayed=(replayed.logprobs - batch.rollout_logprobs)[batch.mask].cpu(),
+        flipped_layers=flips[mask],
+        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass[batch.mask].cpu(),
+    )
+
+
+def _join(parts: Sequence[ProbeTokens]) -> ProbeTokens:
+    return ProbeTokens(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
+
+
+def summarize(learner: Learner, tokens: ProbeTokens, rows: ProbeRows) -> dict[str, float]:
+    """Means over the tokens of all ranks, and the standard errors that come of the rows not drawn. Collective."""
+    columns = _columns(tokens, len(learner.model_moe_layer_ids))
+    sums = {name: values.sum() for name, values in columns.items()}
+    sums["rows"] = torch.tensor(float(sum(map(len, rows.records))))
+    spread = {} if rows.whole else products(columns, tokens.sample_id, SPREAD)
+    total = learner.reduce(sums | spread)
+    errors = standard_errors(total, SPREAD, rows)
+    return {
+        "probe/rows": total["rows"],
+        "probe/token_fraction": rows.token_fraction,
+        **{name: total[top] / total[bottom] for name, (top, bottom) in FIGURES.items() if total[bottom] > 0},
+        **{name: errors[top] for name, top in ERRORS.items() if top in errors},
+    }
+
+
+def _columns(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
+    native, replayed = k3(tokens.native), k3(tokens.replayed)
+    return {
+        "tokens": torch.ones(len(native), dtype=torch.float64),
+        "token_layers": torch.full((len(native),), float(num_layers), dtype=torch.float64),
+        "flipped_token_layers": tokens.flipped_layers,
+        "flipped_tokens": tokens.flipped_layers > 0,
+        "native_k3": native,
+        "replayed_k3": replayed,
+        "k3_by_routes": native - replayed,
+        "numerics_abs": tokens.replayed.abs(),
+        "routing_abs": (tokens.native - tokens.replayed).abs(),
+        "kept_mass": tokens.log_kept_mass.exp(),
+    }

@@ -1,0 +1,50 @@
+"""The processes of one run, one after the other: its training, then the evaluations of what it left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_trm.config.engines import short_name
+from moe_trm.tools.experiment.plan import ExperimentPlan, PlannedRun
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """One process of a run.
+
+    Attributes:
+        result: the file that an evaluation leaves; None for the training, whose end the books keep.
+        environment: variables beside those of this process.
+    """
+
+    name: str
+    command: Sequence[str]
+    result: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+Stages = Callable[[ExperimentPlan, PlannedRun], Sequence[RunStage]]
+"""The training of a run first, then its evaluations."""
+
+
+def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
+    """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
+    moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
+    ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
+    # Its watchdog may be starting it again just when a run begins.
+    wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
+    attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
+    found = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
+    for by in plan.file.evaluations:
+        result = result_of(plan, run.name, by)
+        command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]
+        found.append(RunStage(f"evaluation by {by}", command, result))
+    return found
+
+
+def result_of(plan: ExperimentPlan, run: str, by: str) -> Path:
+    """The folder of the final evaluation of a run."""
+    return plan.folder / run / "eval" / f"final-{short_name(by)}.json"

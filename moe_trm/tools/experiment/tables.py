@@ -1,0 +1,234 @@
+"""The tables of an experiment, for its page and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from statistics import mean
+from typing import Any
+
+from moe_trm.config.flat import as_yaml
+from moe_trm.observe.report.charts import matching
+from moe_trm.observe.report.html import section, table, text
+from moe_trm.observe.report.intervals import around_mean
+from moe_trm.observe.report.scale import short
+from moe_trm.tools.experiment.arms import Arm
+from moe_trm.tools.experiment.comparison import comparisons
+from moe_trm.tools.experiment.fixed import changed_later
+from moe_trm.tools.experiment.plan import ExperimentPlan
+
+Metrics = tuple[tuple[str, str], ...]
+
+MISMATCH: Metrics = (
+    ("engine/k3_kl", "engine, k3 KL in nats"),
+    ("merged/k3_kl", "engine and lag, k3 KL"),
+    ("total/k3_kl", "total, k3 KL"),
+    ("routing/flips/engine", "flips between the engines"),
+    ("routing/native_flip_rate", "flips, own routes"),
+    ("routing/local_flip_rate", "flips, live router against the record"),
+    ("replay/applied_fraction", "replayed token-layers that used their record"),
+    ("replay/native_fraction", "token-layers left to own routers"),
+)
+KEPT: Metrics = (
+    ("correction/kept_fraction", "tokens"),
+    ("correction/kept_sequence_fraction", "sequences"),
+    ("acceptance/length_*", "sequences, tokens "),
+    ("acceptance/positive", "positive advantage"),
+    ("acceptance/negative", "negative advantage"),
+    ("acceptance/correct", "right answers"),
+    ("acceptance/wrong", "wrong answers"),
+)
+COST: Metrics = (
+    ("time/step_s", "seconds of a whole step"),
+    ("time/rollout_s", "of these sampling"),
+    ("time/update_s", "of these updating"),
+    ("time/sync_s", "of these pushing weights"),
+)
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    note: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        lines = [_row(self.head), _row(["---"] * len(self.head)), *map(_row, self.rows)]
+        return "\n".join([f"## {self.title}", "", self.note, "", *(lines if self.rows else ["None."])])
+
+    def html(self) -> str:
+        rows = (
+            f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in rest)}</tr>'
+            for first, *rest in self.rows
+        )
+        body = table(self.head, rows) if self.rows else "<p>None.</p>"
+        return section(self.title, f'<p class="note">{escape(self.note)}</p>{body}')
+
+
+def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]] = ()) -> list[Table]:
+    """All tables, the most important first. Those of figures are of finished runs; the last one has every run."""
+    return [
+        _matrix(plan, arms),
+        _differences(plan, arms),
+        _evaluation(plan, arms),
+        _figures("Mismatch", arms, MISMATCH),
+        _figures("Kept shares", arms, KEPT),
+        _cost(arms),
+        _settings(plan),
+        *([_changed(changes)] if changes else []),
+        _runs(arms),
+    ]
+
+
+def _matrix(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
+    """Figures by arms; every other arm with its paired difference from the baseline."""
+    found = comparisons(arms, plan.file.against, plan.file.primary_metric)
+    others = [arm.name for arm in arms if arm.name != plan.file.against]
+    rows = []
+    for measure in dict.fromkeys(each.measure for each in found):
+        own = {each.other.name: each for each in found if each.measure is measure}
+        base = max(own.values(), key=lambda each: len(each.pairs)).means[0]
+        cells = (f"{short(own[name].means[1])} ({own[name].told})" if name in own else NOT_MEASURED for name in others)
+        rows.append((measure.words, short(base), *cells))
+    return Table(
+        "Arms by figures",
+        f"Means over the seeds that both have, and in brackets the paired difference from {plan.file.against} with its "
+        "95% interval.",
+        ("figure", plan.file.against, *others),
+        tuple(rows),
+    )
+
+
+def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
+    rows = tuple(
+        (
+            each.measure.words,
+            each.when,
+            f"{each.other.name} - {each.first.name}",
+            each.told,
+            ", ".join(f"{seed}: {short(other - first)}" for seed, first, other in each.pairs),
+            short(each.difference.p),
+            each.certainty,
+        )
+        for each in comparisons(arms, plan.file.against, plan.file.primary_metric)
+    )
+    return Table(
+        "Paired differences",
+        "Between runs of the same seed; the primary metric comes first. 95% intervals over seeds: the wider of "
+        "Student's and the bootstrap's on each side. p is of the exact sign-flip test, which three seeds cannot bring "
+        "below 0.25. Nothing is corrected for the number of comparisons: of twenty, one interval misleads by chance.",
+        ("measure", "when", "arms", "difference", "by seed", "p", "conclusion"),
+        rows,
+    )
+
+
+def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
+    known = sorted({name for arm in arms for name in arm.metrics() if name.startswith("eval/")})
+    rows = [
+        (name, *(_told(arm.values(name, at_end=True), each=True) for arm in arms))
+        for name in known
+        if any(arm.values(name, at_end=True) for arm in arms)
+    ]
+    for by in plan.file.evaluations:
+        names = sorted({name for arm in arms for metrics in arm.evaluations[by] for name in metrics})
+        for name in names:
+            values = [[m[name] for m in arm.evaluations[by] if name in m] for arm in arms]
+            rows.append((f"{name}, final weights by {by}", *(_told(own, each=True) for own in values)))
+    return Table(
+        "Final held-out evaluation",
+        f"After step {plan.file.steps}, answers of the rollout engine unless another is named: mean over seeds, 95% "
+        "interval, each run.",
+        ("metric", *(arm.name for arm in arms)),
+        tuple(rows),
+    )
+
+
+def _figures(title: str, arms: Sequence[Arm], metrics: Metrics) -> Table:
+    known = {name for arm in arms for name in arm.metrics()}
+    rows = tuple(
+        (f"{label} ({name})", *(_told(arm.values(name)) for arm in arms)) for name, label in matching(metrics, known)
+    )
+    return Table(
+        title,
+        "Mean over the training steps that measured it, then over seeds, with a 95% interval.",
+        ("metric", *(arm.name for arm in arms)),
+        rows,
+    )
+
+
+def _cost(arms: Sequence[Arm]) -> Table:
+    steps = _figures("Cost", arms, COST)
+    whole = tuple(_told([state.seconds for state in arm.states if state.state == "finished"]) for arm in arms)
+    return Table(
+        steps.title,
+        f"{steps.note} The whole run is with its start.",
+        steps.head,
+        (*steps.rows, ("whole run, s", *whole)),
+    )
+
+
+def _settings(plan: ExperimentPlan) -> Table:
+    first = plan.file.against
+    rows = tuple(
+        (arm, key, as_yaml(before), as_yaml(after))
+        for arm in plan.file.arms
+        for key, (before, after) in plan.apart(arm).items()
+    )
+    return Table(
+        "What sets the arms apart",
+        "Resolved settings that differ from the baseline's.",
+        ("arm", "setting", f"in {first}", "in the arm"),
+        rows,
+    )
+
+
+def _changed(changes: Sequence[Mapping[str, Any]]) -> Table:
+    rows = tuple(
+        (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}", arms, setting, before, after)
+        for at, arms, setting, before, after in changed_later(changes)
+    )
+    return Table(
+        "What changed after the first run",
+        "Settings of arms of which no run had begun, and settings that a newer version added, at their default.",
+        ("UTC", "arms", "setting", "before", "after"),
+        rows,
+    )
+
+
+def _runs(arms: Sequence[Arm]) -> Table:
+    rows = tuple(
+        (
+            state.run,
+            state.state,
+            str(state.steps),
+            str(state.attempts),
+            f"{state.seconds:.0f}",
+            state.code or "not recorded",
+            "; ".join([*([state.reason] if state.reason else []), *(f"before: {why}" for why in state.earlier)]),
+        )
+        for arm in arms
+        for state in arm.states
+    )
+    return Table(
+        "Every run",
+        "A run that failed is an outcome: it is counted here and beside every conclusion, and is in no mean.",
+        ("run", "state", "steps", "attempts", "seconds", "code", "reason"),
+        rows,
+    )
+
+
+def _told(values: Sequence[float], *, each: bool = False) -> str:
+    if not values:
+        return NOT_MEASURED
+    interval = around_mean(values)
+    reach = f" [{short(interval[0])}, {short(interval[1])}]" if interval else " (one run)"
+    listed = f"; {', '.join(map(short, values))}" if each and len(values) > 1 else ""
+    return f"{short(mean(values))}{reach}{listed}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,254 @@
+"""Settings of another framework from what its user has: a resolved file, an argument list, a launch script."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_trm.config.load import read_plain, yaml_value
+from moe_trm.errors import ConfigError
+from moe_trm.tools.translate.foreign_setting import ForeignSetting, merged
+from moe_trm.tools.translate.shell import Word, references, words_of
+from moe_trm.tools.translate.shell_values import filled
+
+ARGUMENTS = "arguments"
+_KEY = re.compile(r"[+~]{0,2}([A-Za-z_][\w/@]*(?:\.[\w/@-]+)*)=(.*)", re.DOTALL)
+_HYDRA = re.compile(r"(--config-(?:name|path|dir))=(.*)", re.DOTALL)
+_MAIN = re.compile(r"verl\.|main_\w+|(^|/)main\w*\.py$")
+_TRAINER = re.compile(r"(^|/)train\w*\.py$")
+_TRL = re.compile(r"(^|/)(trl|train\w*|grpo\w*)(\.py)?$")
+_SCRIPT = re.compile(r"[^=]+\.(sh|bash)")
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
+_FLAG = re.compile(r"--[A-Za-z]")
+_LIST = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]")
+"""A word that becomes several, and so is no value of the flag before it."""
+OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
+_COMPUTED = "the script computes it"
+
+
+def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
+    """verl's settings by dotted key: from Hydra's composed YAML, a list of `key=value`, or a launch script.
+
+    `words` are further `key=value`, which win. `-` is standard input.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        read = [_composed(key, value) for key, value in _flat(read_plain(path)).items()]
+    else:
+        read = list(_hydra_words(_words(path, _MAIN)))
+    more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]
+    return merged(read) | merged(more)
+
+
+def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
+    """TRL's settings by name: from a YAML file, or a list of `--name value`. `words` are further ones, which win.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    is_yaml = path.suffix in (".yaml", ".yml")
+    read = [] if not is_yaml else [_composed(key, value) for key, value in read_plain(path).items()]
+    listed = list(_flags(_words(path, _TRL), _TRL)) if not is_yaml else []
+    more = list(_flags([Word(word, 0) for word in words]))
+    read += [_single(one) for one in listed if one.key != "train.py"]
+    return merged(read) | merged([_single(one) for one in more])
+
+
+def _single(setting: ForeignSetting) -> ForeignSetting:
+    """A flag's words as one value: true for a switch, a list for several."""
+    if setting.unread:
+        return setting
+    values = [yaml_value(word) for word in setting.value]
+    value = True if not values else values[0] if len(values) == 1 else values
+    return ForeignSetting(setting.key, value, setting.place, setting.shown)
+
+
+def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
+    """slime's flags by name: from an argument list or a launch script. Each value is a tuple of words.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path.suffix in (".yaml", ".yml", ".json", ".toml"):
+        raise ConfigError(
+            "this is no list of arguments",
+            where=str(path),
+            got=f"a {path.suffix} file",
+            expected="slime's or miles's arguments, or the script that holds them",
+            fix="use `moe-trm config from-verl` for verl's YAML",
+        )
+    read = list(_flags(_words(path, _TRAINER)))
+    more = list(_flags([Word(word, 0) for word in words]))
+    return merged(read) | merged(more)
+
+
+def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
+    if path.suffix == ".py":
+        raise ConfigError(
+            "a Python launcher computes its arguments",
+            where=str(path),
+            got=path.name,
+            expected="the arguments that it passes",
+            fix="save them, e.g. from /proc/PID/cmdline of a running job, and translate that file",
+        )
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "launch script cannot be read", where=str(path), got=str(error), expected="a text file"
+        ) from error
+    if "\0" in text:
+        return [Word(word, 0) for word in text.split("\0") if word]
+    words = filled(words_of(text, str(path), starts), text)
+    _check_starts(words, path, starts)
+    return words
+
+
+def _check_starts(words: Sequence[Word], path: Path, starts: re.Pattern[str]) -> None:
+    """Refuse a script that leaves the start to another one: a default would stand for what only that one says."""
+    own = [word for word in words if not word.holder]
+    others = [word for word in own if _SCRIPT.fullmatch(word.text)]
+    if others and not any(starts.search(word.text) for word in own if word not in others):
+        raise ConfigError(
+            "another script starts the training, and has the rest of the settings",
+            where=f"{path}, {_place(others[-1])}",
+            got=others[-1].text,
+            expected="the script with the training command, or a list of arguments",
+            fix="translate that one, with the settings of this one behind it; or save the arguments of a running job",
+        )
+
+
+def _place(word: Word) -> str:
+    return f"line {word.line}" if word.line else ARGUMENTS
+
+
+def _unread(word: Word) -> str:
+    return _COMPUTED if word.dynamic else word.doubt
+
+
+def _hydra_words(words: Sequence[Word]) -> Iterator[ForeignSetting]:
+    known = {word.holder for word in words if word.holder}
+    own = {word.command for word in words if word.holder or re.search(r"\bverl\b|main_\w+|^\w+\.\w+", word.text)}
+    main = {word.command for word in words if _MAIN.search(word.text) and not word.holder}
+    whole = _whole(word for word in words if word.command in main or word.holder)
+    for word in words:
+        hydra = _HYDRA.fullmatch(word.text)
+        given = _KEY.fullmatch(word.text)
+        if hydra:
+            yield ForeignSetting(hydra[1], hydra[2], _place(word), hydra[2], _unread(word))
+        elif given and ("." in given[1] or word.command in own):
+            yield _assigned(word, given[1], given[2], removed=word.text.startswith("~"))
+        elif word.text.startswith("~") and "." in word.text:
+            yield _assigned(word, word.text.lstrip("~"), "", removed=True)
+        elif word.dynamic and (word.command in main or word.holder in whole) and word.text.startswith(("$", "`")):
+            yield from _passed(word, known)
+
+
+def _assigned(word: Word, key: str, text: str, *, removed: bool) -> ForeignSetting:
+    unread, value = _unread(word), None
+    if removed:
+        unread = "the script takes it out of the base configuration"
+    elif not unread:
+        try:
+            value = yaml_value(text)
+        except (yaml.YAMLError, OmegaConfBaseException):
+            unread = "its value is not in YAML"
+    return ForeignSetting(key, value, _place(word), text, unread)
+
+
+def _whole(words: Iterable[Word]) -> set[str]:
+    """Variables whose words become words of a command; of others the value is a part of a word."""
+    found = (_REFERENCE.fullmatch(word.text) for word in words if word.dynamic)
+    return {reference[1] for reference in found if reference}
+
+
+def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
+    """Settings that a variable brings in, of which nothing is known."""
+    if word.text in OWN_ARGUMENTS:
+        reason = "the script passes on its own arguments: give them after the file"
+        yield ForeignSetting(word.text, None, _place(word), word.text, reason)
+    elif not set(references(word.text)) & known:
+        yield ForeignSetting(word.text, None, _place(word), word.text, "its settings are not in this file")
+
+
+def _flags(words: Sequence[Word], starts: re.Pattern[str] = _TRAINER) -> Iterator[ForeignSetting]:
+    known = {word.holder for word in words if word.holder}
+    groups = []
+    for number in dict.fromkeys(word.command for word in words):
+        mine = [word for word in words if word.command == number]
+        if not mine[0].holder and not mine[0].text.startswith("--"):
+            at = next((index for index, word in enumerate(mine) if starts.search(word.text)), None)
+            if at is None:
+                continue
+            program, mine = mine[at], mine[at + 1 :]
+            yield ForeignSetting("train.py", (program.text,), _place(program), program.text, program.doubt)
+        groups.append(mine)
+    loose = [word for mine in groups for word in _loose(mine)]
+    whole = _whole(loose)
+    for mine in groups:
+        yield from _grouped(mine)
+    for word in loose:
+        if not word.holder or word.holder in whole:
+            yield from _passed(word, known)
+
+
+def _loose(words: Sequence[Word]) -> Iterator[Word]:
+    """Words of one command or variable that the script fills in, before any flag and not as a flag's value."""
+    under_flag = False
+    for word in words:
+        is_flag = bool(_FLAG.match(word.text))
+        if (
+            not is_flag
+            and word.dynamic
+            and word.text.startswith("$")
+            and (not under_flag or _LIST.fullmatch(word.text))
+        ):
+            yield word
+            under_flag = False
+        under_flag |= is_flag
+
+
+def _grouped(words: Sequence[Word]) -> Iterator[ForeignSetting]:
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not _FLAG.match(word.text):
+            continue
+        name, equals, first = word.text[2:].partition("=")
+        values = [first] if equals else []
+        unread = _unread(word)
+        while at < len(words) and not _FLAG.match(words[at].text):
+            if words[at].dynamic and _LIST.fullmatch(words[at].text):
+                break
+            values.append(words[at].text)
+            unread = unread or _unread(words[at])
+            at += 1
+        yield ForeignSetting(name, tuple(values), _place(word), " ".join(values) or "on", unread)
+
+
+def _composed(key: str, value: Any) -> ForeignSetting:
+    if isinstance(value, str) and "${" in value:
+        reason = "an interpolation: print the configuration with `--cfg job --resolve`"
+        return ForeignSetting(key, None, "", value, reason)
+    if value == "???":
+        return ForeignSetting(key, None, "", "???", "it has no value yet")
+    return ForeignSetting(key, value, "", "null" if value is None else str(value))
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict) or not data:
+        return {prefix: data} if prefix else {}
+    return {
+        leaf: value
+        for key, inner in data.items()
+        for leaf, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

@@ -1,0 +1,1 @@
+"""The inside of the replayers for Megatron-Core and Hugging Face models."""

@@ -1,0 +1,1 @@
+"""Flips of recorded against live routes, by token, sample and layer, and the bounds on them."""

@@ -1,0 +1,205 @@
+"""Flips of each sample and layer, and of each token: counted on the device in every replayed forward.
+
+They are added over passes and ranks. Rows that another pass of the step judges, because that one has the weights which
+sampled them, are left out.
+
+Only counts leave a rank, never routes.
+
+Shape letters: S samples, B samples of a micro-batch, N local tokens in router order, L decoder layers, K experts per
+token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from routing.judge.end_agreement import SHAPE, at_ends
+from routing.judge.token_agreement import Disagreement, least_lost, of_samples
+from routing.layout.row_ids import UNNAMED
+
+
+@dataclass(frozen=True)
+class SampleFlips:
+    """Counts over all replayed forwards since the last report.
+
+    Attributes:
+        keys: `[S]` int64, the row's id (`routing.layout.row_ids`), or a number above `UNNAMED`.
+        due: `[S, L]` int64, tokens that had to use a recorded set.
+        flipped: `[S, L]` int64, of these, how many the live router would have given another set.
+        lost: `[S, L]` int64, recorded experts that the live router would not have chosen.
+        apart: `[L, 2]` int64, tokens that disagree with their routes in a layer, and the experts that these lost.
+        ends: recorded and lost experts at both ends of the rows that are fresh (`routing.judge.end_agreement`).
+        by_token: tokens judged by themselves (`routing.judge.token_agreement`).
+        fresh: `[S]` bool, the weights of the forwards were those that sampled the row.
+    """
+
+    keys: np.ndarray
+    due: np.ndarray
+    flipped: np.ndarray
+    lost: np.ndarray
+    apart: np.ndarray
+    ends: np.ndarray
+    by_token: Disagreement
+    fresh: np.ndarray
+
+    @classmethod
+    def of(cls, keys: np.ndarray, due: np.ndarray, flipped: np.ndarray, lost: np.ndarray) -> SampleFlips:
+        """Counts by sample and layer alone."""
+        none, ends = np.zeros((due.shape[1], 2), np.int64), np.zeros(SHAPE, np.int64)
+        return cls(keys, due, flipped, lost, none, ends, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
+
+
+class PassFlips:
+    """The counts of one forward.
+
+    Args:
+        keys: of the B samples.
+        due_B: `[B]` tokens of each on this rank that must use recorded sets.
+        layers: the forwarded MoE layers.
+        num_layers: L.
+        sample_last: router order is `[columns, B]`, not `[B, columns]`.
+        sample_of: `[N]` int64, the sample of each local token where samples share a row; None: they do not.
+        device: of the counts.
+        due: `[N]` bool, the tokens of `due_B` on the CPU; None: no token is judged by itself.
+        experts: K and E.
+        at_sampling: of each of the B samples, as in `ReplayRecords`; empty: unknown of all.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[int],
+        due_B: Tensor,
+        layers: Sequence[int],
+        num_layers: int,
+        *,
+        sample_last: bool,
+        device: torch.device,
+        sample_of: Tensor | None = None,
+        due: Tensor | None = None,
+        experts: tuple[int, int] = (0, 0),
+        at_sampling: Sequence[bool | None] = (),
+    ) -> None:
+        self._sample_of = None if sample_of is None else sample_of.to(device)
+        self._sample_last, self.keys = sample_last, list(keys)
+        self._due, self._slots, self._top_k = due, 0, experts[0]
+        self._chance = 1 - experts[0] / experts[1] if experts[1] else 0.0
+        self.judged_B = np.array([at is not False for at in at_sampling or [None] * len(keys)])
+        self.fresh_B = np.array([at is True for at in at_sampling or [None] * len(keys)])
+        num_tokens = 0 if due is None else len(due)
+        self.lost_N = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self.apart_L2 = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
+        self._judged_N = None if due is None else (due & torch.from_numpy(self.judged_B)[self._samples()]).to(device)
+        self.due_BL = np.zeros((len(keys), num_layers), np.int64)
+        self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
+        self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
+
+    def count(self, layer: int, marks_2N: Tensor) -> None:
+        """Add what the router of `layer` would have chosen otherwise: flips and lost experts of each local token.
+
+        int32, zeros where nothing is due.
+        """
+        counts_2B, num_samples = self.counts_LKB[layer], len(self.keys)
+        if self._sample_of is not None:
+            counts_2B.index_add_(1, self._sample_of, marks_2N)
+        elif self._sample_last:
+            counts_2B += marks_2N.reshape(2, -1, num_samples).sum(1, dtype=torch.int32)
+        else:
+            counts_2B += marks_2N.reshape(2, num_samples, -1).sum(2, dtype=torch.int32)
+        if self._judged_N is None:
+            return
+        lost_N = marks_2N[1]
+        self._slots += self._top_k
+        self.lost_N += lost_N
+        if (least := least_lost(self._top_k, self._chance)) <= self._top_k:
+            apart_N = (lost_N >= least) & self._judged_N
+            self.apart_L2[layer] += torch.stack((apart_N.sum(), (lost_N * apart_N).sum()))
+
+    def by_token(self, lost_N: np.ndarray) -> tuple[Disagreement, np.ndarray]:
+        """The samples, judged token by token, and their ends; `lost_N` is that of this pass on the CPU."""
+        if self._judged_N is None or self._due is None:
+            return Disagreement.nothing(len(self.keys)), np.zeros(SHAPE, np.int64)
+        sample_N = self._samples().numpy()
+        judged = self._due.numpy() & self.judged_B[sample_N]
+        order = np.flatnonzero(judged)
+        order = order[np.argsort(sample_N[order], kind="stable")]
+        fresh = order[self.fresh_B[sample_N[order]]]
+        return (
+            of_samples(lost_N[order], sample_N[order], len(self.keys), self._slots, self._chance),
+            at_ends(lost_N[fresh], sample_N[fresh], self._slots),
+        )
+
+    def _samples(self) -> Tensor:
+        """`[N]` int64: the sample of each local token."""
+        if self._sample_of is not None:
+            return self._sample_of.cpu()
+        assert self._due is not None
+        place = torch.arange(len(self._due))
+        return place % len(self.keys) if self._sample_last else place // (len(self._due) // len(self.keys))
+
+
+def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
+    """The samples' ids, or numbers made from the tokens and the place of each row of `input_ids` `[B, R]`.
+
+    Rows may have different lengths.
+    """
+    if samples:
+        return list(samples)
+    return [
+        UNNAMED + (zlib.crc32(row.int().numpy().tobytes()) << 16) + place
+        for place, row in enumerate(input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids)
+    ]
+
+
+def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
+    """The counts of all `passes` of this rank, those of padding and of rows judged elsewhere left out."""
+    found = list(passes)
+    if not found:
+        return SampleFlips.of(np.zeros(0, np.int64), *np.zeros((3, 0, num_layers), np.int64))
+    # One transfer from the device for each kind of count, over all passes.
+    counts_LKB = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy()
+    lost_N = torch.cat([one.lost_N for one in found]).cpu().numpy()
+    ends = np.cumsum([len(one.lost_N) for one in found])
+    by_token, by_end = zip(
+        *(one.by_token(lost_N[end - len(one.lost_N) : end]) for one, end in zip(found, ends, strict=True)), strict=True
+    )
+    flipped_SL, lost_SL = counts_LKB.transpose(1, 2, 0).astype(np.int64)
+    whole = SampleFlips(
+        np.array([key for one in found for key in one.keys], np.int64),
+        np.concatenate([one.due_BL for one in found]),
+        flipped_SL,
+        lost_SL,
+        torch.stack([one.apart_L2 for one in found]).sum(0).cpu().numpy(),
+        np.sum(by_end, axis=0),
+        Disagreement(*(np.concatenate(part) for part in zip(*by_token, strict=True))),
+        np.concatenate([one.fresh_B for one in found]),
+    )
+    judged = np.concatenate([one.judged_B for one in found])
+    return summed(whole, np.flatnonzero(whole.due.any(1) & judged))
+
+
+def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
+    """Counts of which several may have one key, added by their keys; `chosen`: places of those that count."""
+    places = np.arange(len(flips.keys)) if chosen is None else chosen
+    order = places[np.argsort(flips.keys[places], kind="stable")]
+    if not len(order):
+        nothing = np.zeros((3, 0, flips.due.shape[1]), np.int64)
+        return SampleFlips.of(flips.keys[order], *nothing)
+    keys = flips.keys[order]
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
+    due, flipped, lost = (
+        np.add.reduceat(table[order], first, axis=0) for table in (flips.due, flips.flipped, flips.lost)
+    )
+    tokens, apart, expected, *_ = (np.add.reduceat(part[order], first) for part in flips.by_token)
+    # If a sample has several runs, the one that speaks most against it.
+    group = np.repeat(np.arange(len(first)), np.diff([*first, len(order)]))
+    best = order[np.lexsort((flips.by_token.run[order], group))][np.append(first[1:], len(order)) - 1]
+    run, start, stop = (part[best] for part in flips.by_token[3:])
+    fresh = np.logical_and.reduceat(flips.fresh[order], first)
+    by_token = Disagreement(tokens, apart, expected, run, start, stop)
+    return SampleFlips(keys[first], due, flipped, lost, flips.apart, flips.ends, by_token, fresh)
