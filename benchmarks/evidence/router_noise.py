@@ -3,13 +3,15 @@
 `python -m benchmarks.evidence.router_noise [--out FOLDER] [--only-report] [--json FILE]` makes the start, and runs the
 arms `none` and `R3` of `examples/experiments/collapse.yaml`, both at once. It draws their rewards and their engine k3
 over the steps, and says in words whether each died, fell or lived, and whether the tail of the engines' ratios had
-warned before the reward turned. The status is 0 when with replay the reward did not turn and ended higher by 0.1 and
-more. What is judged are means of ten steps.
+warned before the reward turned. It also says what two policies solve of the held-out sums: the engine's, whose routers
+are noisy, and the exported one with its own routes. The status is 0 when with replay the reward did not turn and ended
+higher by 0.1 and more. What is judged are means of ten steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,11 @@ from pathlib import Path
 from benchmarks.evidence import start
 from benchmarks.figure import Panel, document, text
 from benchmarks.options import command_line
-from benchmarks.table import Row, report
+from benchmarks.table import Row, report, text_of
 from moe_trm.errors import MoeTrmError
 from moe_trm.observe.advice.verdict_mismatch import TAIL_BEFORE_A_FALL
 from moe_trm.tools.experiment.commands import run_experiment
+from moe_trm.tools.experiment.tables import NOT_MEASURED
 from moe_trm.tools.quickstart.plot import NATIVE, REPLAYED
 from moe_trm.tools.quickstart.summary import read_metrics
 
@@ -34,6 +37,7 @@ DEAD, TURNED, GREW, GAINED = 0.5, 0.8, 2.0, 0.1
 is expected."""
 PARTS = ("engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction")
 """Tokens whose ratio between the engines is above 2 and below 1/2."""
+SUCCESS = "eval/avg_at_1"
 
 TAIL = f"the share of tokens with a ratio between the engines beyond 2 (above {TAIL_BEFORE_A_FALL:.0%})"
 
@@ -99,11 +103,13 @@ def show(args: argparse.Namespace) -> int:
         start.main([])
         if status := run_experiment(FILE, args.out, jobs=len(ARMS)):
             return status
-    courses = {arm: course(args.out / f"{arm}-seed0") for arm in ARMS}
+    folders = {arm: args.out / f"{arm}-seed0" for arm in ARMS}
+    courses = {arm: course(folder) for arm, folder in folders.items()}
     report("Rewards and engine k3 of each run, means of ten steps", list(rows(args.out)), args.json)
     picture = args.out / "collapse.svg"
     picture.write_text(draw(courses), encoding="utf-8")
     said, shown = verdict(courses["none"], courses["R3"])
+    said += solved({arm: policies(folder) for arm, folder in folders.items()})
     print("\n" + "\n".join(said) + f"\npicture: {picture}")
     return 0 if shown else 1
 
@@ -122,7 +128,25 @@ def course(run: Path) -> Course:
 def rows(folder: Path) -> Iterator[Row]:
     """Every run of the folder, of other arms and seeds too."""
     for metrics in sorted(folder.glob("*-seed*/metrics.jsonl")):
-        yield told(metrics.parent.name, course(metrics.parent))
+        measured = {f"{name}_solves": share for name, share in policies(metrics.parent).items()}
+        yield told(metrics.parent.name, course(metrics.parent)) | measured
+
+
+def policies(run: Path) -> dict[str, float | str]:
+    """Held-out success after the last step by policy: the engine's, and the exported one with its own routes."""
+    engine = [row[SUCCESS] for row in read_metrics(run) if SUCCESS in row]
+    answers = run / "eval" / "final-learner.json"
+    exported = json.loads(answers.read_text(encoding="utf-8"))["metrics"][SUCCESS] if answers.exists() else NOT_MEASURED
+    return {"engine": engine[-1] if engine else NOT_MEASURED, "exported": exported}
+
+
+def solved(by_arm: Mapping[str, Mapping[str, float | str]]) -> list[str]:
+    """A sentence for each arm."""
+    return [
+        f"{arm}: of the held-out sums the noisy engine solves {text_of(own['engine'])}, and the exported policy with "
+        f"its own routes {text_of(own['exported'])}."
+        for arm, own in by_arm.items()
+    ]
 
 
 def told(run: str, own: Course) -> Row:

@@ -87,7 +87,10 @@ def joined(arm: Arm, earlier: Mapping[str, Any], suite: Suite, last: int) -> Arm
                 row[figure.metrics[0]] = float(value)
     runs = {seed: Run(Path(f"{arm.name}-seed{seed}"), {}, [row], ()) for seed, row in rows.items()} | dict(arm.runs)
     ordered = tuple(states[seed] for seed in sorted(states))
-    return Arm(arm.name, dict(sorted(runs.items())), ordered, arm.evaluations)
+    runs = dict(sorted(runs.items()))
+    own_answers = {by: dict(zip(arm.runs, answers, strict=True)) for by, answers in arm.evaluations.items()}
+    evaluations = {by: [answers.get(seed, {}) for seed in runs] for by, answers in own_answers.items()}
+    return Arm(arm.name, runs, ordered, evaluations)
 
 
 def values(arm: Arm, figure: Figure, late: int) -> dict[int, float]:

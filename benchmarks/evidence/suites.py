@@ -30,6 +30,8 @@ class Figure:
 SAMPLED = Figure("sampled", ("eval/avg_at_1",))
 GREEDY = Figure("greedy", ("eval/accuracy",))
 UNROUNDED = Figure("unrounded", ("eval/avg_at_1",), by="sglang")
+EXPORTED = Figure("exported", ("eval/avg_at_1",), by="learner")
+"""The policy that a run leaves, with its own routes and without noise or rounding. `SAMPLED` is the engine's."""
 TOTAL_K3 = Figure("total_k3", ("total/k3_kl",))
 ENGINE_K3 = Figure("engine_k3", ("engine/k3_kl",))
 UPDATE_K3 = Figure("update_k3", ("update/k3_kl",))
@@ -58,7 +60,7 @@ class Suite:
     title: str
     late: int
     against: Mapping[str, tuple[str, ...]]
-    compared: tuple[Figure, ...] = (SAMPLED, GREEDY)
+    compared: tuple[Figure, ...] = (SAMPLED, EXPORTED, GREEDY)
     beside: tuple[Figure, ...] = (TOTAL_K3, GRAD_NORM)
     crossings: tuple[tuple[Gain, Gain], ...] = field(default=())
 
@@ -80,29 +82,34 @@ SUITES: Mapping[str, Suite] = {
         "Held-out success after the last step, answered by the noisy engine",
         late=71,
         # The lower rate was compared with R3, and joined to it, when it was known to end high.
-        against={"none": (), "R3": ("R3_TIS", "R3_TRM_Max", "lower_rate"), "lower_rate": ("R3_lower_rate",)},
-        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        against={
+            "none": (),
+            "R3": ("R3_TIS", "R3_TRM_Max", "lower_rate"),
+            "lower_rate": ("R3_lower_rate",),
+            "each_push": ("each_push_R3",),
+        },
+        compared=(SAMPLED, EXPORTED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
     "router_noise_float32": Suite(
         "Held-out success after the last step, answered by the noisy engine in float32",
         late=71,
         against={"none": ()},
-        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        compared=(SAMPLED, EXPORTED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
     "full_collapse": Suite(
         "Held-out success after 200 steps, answered by the noisy engine",
         late=191,
         against={"none": ()},
-        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3, TAIL),
+        compared=(SAMPLED, EXPORTED, GREEDY, REWARD, ENGINE_K3, TAIL),
         beside=(GRAD_NORM,),
     ),
     "published_dose": Suite(
         "Held-out success after 500 steps at the published share of flips",
         late=451,
-        against={"none": (), "R3": ("no_noise",)},
-        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        against={"none": (), "R3": ("no_noise",), "each_push": ("each_push_R3",)},
+        compared=(SAMPLED, EXPORTED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
     "losses": Suite(
@@ -113,14 +120,14 @@ SUITES: Mapping[str, Suite] = {
             "ppo_clip_4": ("gspo_4", "cispo_4", "minirl_4", "topr_4", "m2po_4", "vcpo_4", "decoupled_4", "ppo_clip"),
             **{f"{name}_4": (name,) for name in ("gspo", "cispo", "minirl", "topr", "m2po")},
         },
-        compared=(SAMPLED, GREEDY, REWARD),
+        compared=(SAMPLED, EXPORTED, GREEDY, REWARD),
         beside=(TOTAL_K3, GRAD_NORM),
     ),
     "top_p": Suite(
         "Held-out success by whether the sampling mask is kept",
         late=191,
         against={"off": ()},
-        compared=(SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        compared=(SAMPLED, EXPORTED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
     ),
     "dose": Suite(
@@ -153,7 +160,7 @@ SUITES: Mapping[str, Suite] = {
             "n8_R2": ("n8_R3",),
             "n8_R3": ("n8_R3_noclip",),
         },
-        compared=(SAMPLED, GREEDY, ENGINE_K3, TAIL, UPDATE_K3),
+        compared=(SAMPLED, EXPORTED, GREEDY, ENGINE_K3, TAIL, UPDATE_K3),
         beside=(GRAD_NORM,),
         crossings=((("n4_R3", "n4_R2"), ("n8_R3", "n8_R2")),),
     ),

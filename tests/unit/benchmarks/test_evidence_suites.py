@@ -53,7 +53,9 @@ def test_a_suite_compares_what_it_says(plans: Mapping[str, ExperimentPlan], name
     compared = {*suite.against, *(other for others in suite.against.values() for other in others)}
     assert compared | {each for gains in suite.crossings for gain in gains for each in gain} <= set(plan.file.arms)
     assert suite.compared[0].metrics == (plan.file.primary_metric,)
-    assert {figure.by for figure in suite.compared} <= {None, *plan.file.evaluations}
+    assert {figure.by for figure in suite.compared} == {None, *plan.file.evaluations}, "both policies"
+    assert len(plan.file.evaluations) == 1
+    assert all(config.train.export for config in plan.configs.values())
     assert [run.seed for run in plan.runs] == sorted(run.seed for run in plan.runs), "seed by seed"
 
 
@@ -138,6 +140,8 @@ def test_seeds_of_an_earlier_report_join_those_of_the_folder() -> None:
     states = [(0, "finished"), (1, "finished"), (2, "finished"), (3, "waiting")]
     assert [(s.seed, s.state) for s in both.states] == states
     assert suite_figures.joined(new, {"rows": [], "runs": []}, SUITE, 24).runs == new.runs
+    answered = suite_figures.joined(arm("none", {1: 0.5, 2: 0.6}, unrounded=7), earlier, SUITE, 24)
+    assert suite_figures.values(answered, UNROUNDED, 12) == {1: 8, 2: 9}, "the report has no answers of seed 0"
 
 
 @pytest.mark.parametrize("best", [0.35, 0.5, 0.75, 0.99])

@@ -93,13 +93,23 @@ def test_it_reads_the_runs_and_draws_them(tmp_path: Path, capsys: pytest.Capture
             figures = {"reward/mean": course.rewards[at], "engine/k3_kl": course.k3[at]}
             high, low = router_noise.PARTS
             rows.append({"step": at + 1, **figures, high: course.tail[at], low: 0.0})
+        rows.append({"step": STEPS, "eval/avg_at_1": 0.25})
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (run / "eval").mkdir()
+    (run / "eval" / "final-learner.json").write_text(json.dumps({"metrics": {"eval/avg_at_1": 0.75}}))
     told = tmp_path / "rows.json"
     assert router_noise.main(["--only-report", "--out", str(tmp_path), "--json", str(told)]) == 0
     living, dying = json.loads(told.read_text())["rows"]
     assert (dying["run"], dying["steps"], dying["reward_turned_at"], dying["fate"]) == ("none-seed0", 100, 68, "died")
     assert (living["warned_at"], living["reward_turned_at"], living["fate"]) == ("never", "never", "lived")
-    assert "the run died" in capsys.readouterr().out
+    assert (living["engine_solves"], living["exported_solves"]) == (0.25, 0.75)
+    assert (dying["engine_solves"], dying["exported_solves"]) == (0.25, "not measured")
+    output = capsys.readouterr().out
+    assert "the run died" in output
+    assert (
+        "R3: of the held-out sums the noisy engine solves 0.25, and the exported policy with its own routes 0.75."
+        in output
+    )
     picture = ElementTree.fromstring((tmp_path / "collapse.svg").read_text())
     words = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert f"reward turns: step {DYING.turned}" in words
@@ -114,3 +124,4 @@ def test_arms_of_its_experiments_load(file: str) -> None:
     assert plan.configs["R3"].rollout == plan.configs["none"].rollout
     assert plan.configs["R3"].rollout.fake_router_noise > 0
     assert plan.configs["R3"].replay.mode == "R3"
+    assert plan.file.evaluations == ("learner",)
