@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make(start: Path, out: Path, recipe: WarmupRecipe = RECIPE, steps: int = STEPS) -> None:
-    """Write the checkpoint that so many steps of `recipe` make of `start`."""
-    warmup = Warmup(seed=1, recipe=recipe)
+def make(start: Path, out: Path, recipe: WarmupRecipe = RECIPE, steps: int = STEPS, seed: int = 1) -> None:
+    """Write the checkpoint that so many steps of `recipe` make of `start`, on sums drawn by `seed`."""
+    warmup = Warmup(seed=seed, recipe=recipe)
     warmup.model = Qwen3MoeForCausalLM.from_pretrained(start, dtype=torch.float32)
     warmup.model.set_experts_implementation("grouped_mm")
     warmup.optimizer = torch.optim.AdamW(warmup.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
