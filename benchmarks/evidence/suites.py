@@ -34,6 +34,8 @@ EXPORTED = Figure("exported", ("eval/avg_at_1",), by="learner")
 """The policy that a run leaves, with its own routes and without noise or rounding. `SAMPLED` is the engine's."""
 TOTAL_K3 = Figure("total_k3", ("total/k3_kl",))
 ENGINE_K3 = Figure("engine_k3", ("engine/k3_kl",))
+NATIVE_K3 = Figure("native_k3", ("probe/native_k3_kl",))
+REPLAYED_K3 = Figure("replayed_k3", ("probe/replayed_k3_kl",))
 UPDATE_K3 = Figure("update_k3", ("update/k3_kl",))
 TAIL = Figure("tail", ("engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction"))
 """Share of tokens whose ratio between the engines is above 2 or below 1/2."""
@@ -111,6 +113,13 @@ SUITES: Mapping[str, Suite] = {
         against={"none": (), "R3": ("no_noise",), "each_push": ("each_push_R3",)},
         compared=(SAMPLED, EXPORTED, GREEDY, REWARD, ENGINE_K3),
         beside=(GRAD_NORM,),
+    ),
+    "natural_rounding": Suite(
+        "Held-out success of the exported policy after the last step",
+        late=141,
+        against={"float32": (), "rounded": ("rounded_R3", "each_push", "fixed"), "fixed": ("each_push",)},
+        compared=(EXPORTED, SAMPLED, GREEDY, REWARD, ENGINE_K3),
+        beside=(NATIVE_K3, REPLAYED_K3, GRAD_NORM),
     ),
     "losses": Suite(
         "Held-out success of sampled answers, by loss and age of the samples",

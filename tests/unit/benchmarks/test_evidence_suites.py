@@ -27,6 +27,7 @@ ABOUT = {
     "router_noise_float32": ("replay.",),
     "full_collapse": ("replay.", "optimizer.lr"),
     "published_dose": ("replay.", "rollout.fake_router_noise"),
+    "natural_rounding": ("replay.", "rollout.fake_"),
     "losses": ("loss.", "correction.", "advantage.name", "optimizer.ess_scale", "pipeline."),
     "top_p": ("sampling_mask.mode",),
 }
