@@ -55,7 +55,6 @@ SETTINGS = (
     "rollout.server.max_restarts=100000",
     "rollout.recovery_timeout_s=1200",
     "rollout.server.startup_timeout_s=900",
-    "rollout.server.wait_s=900",  # a run that is started again may find its server on its way back
     "rollout.timeout_s=60",
     "checkpoint.every=5",
 )

@@ -131,9 +131,8 @@ def run_job(
             log = run_dir / log_name(settings.host)
             print(f"starting the rollout server on {settings.host}:{port} (log: {log})", flush=True)
             server = stack.enter_context(RolloutProcess(config_path, overrides, api_key))
-            if on_cpu(settings):
-                overrides = [*overrides, f"rollout.server.wait_s={settings.startup_timeout_s}"]
-            elif (code := wait_for(server, signals)) is not None:
+            # On a CPU both load at the same time.
+            if not on_cpu(settings) and (code := wait_for(server, signals)) is not None:
                 return code
         learner = stack.enter_context(start(config_path, overrides, ranks, learner_environment(api_key)))
         code = watch(learner, signals, server)

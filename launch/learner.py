@@ -41,7 +41,7 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.run_folder.history import ALL_DONE, begin, is_done, only_trainer
 from moe_trm.run_folder.run import CHOICES
 from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
-from moe_trm.runtime.interruption import Interruption
+from moe_trm.runtime.interruption import Interruption, Stopped
 from moe_trm.runtime.private import Scratch
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
@@ -95,7 +95,7 @@ def alone_in_its_folders(checkpoint: CheckpointConfig, run_dir: Path, *, first: 
         try:
             yield
         except BaseException as error:
-            if not first:
+            if not first and not isinstance(error, Stopped):
                 record_failure(run_dir, error, rank=int(os.environ["RANK"]))
             raise
 
@@ -163,6 +163,8 @@ def run(
         learner = build_learner(config)
         access = await_access(run_dir, attempt)
         rollouts = stack.enter_context(connect(access, (rank, world_size), learner, process, sinks))
+        # Servers may take longer to load than a collective of the ranks may: so every rank waits here.
+        rollouts.begin()
         pusher = build_pusher(config, rank, learner, rollouts, access, host)
         stack.callback(checkpoints.close)
         with ExitStack() as proved:

@@ -104,6 +104,7 @@ def train(
             "rollouts": rollouts.state(),
         }
 
+    checkpoints.begin_steps()
     for step in range(done + 1, steps + 1):
         arrived: list[TrainBatch] = []
         updates: list[UpdateResult] = []

@@ -49,11 +49,15 @@ class ServerState:
         url: its address.
         lost_s: seconds that it has been out of service; None while it is in service.
         why: what took it out of service; empty while it is in service.
+        awaited_s: seconds that a run has waited for its first answer; None once it has answered.
+        limit_s: longest such wait.
     """
 
     url: str
     lost_s: float | None = None
     why: str = ""
+    awaited_s: float | None = None
+    limit_s: float = 0.0
 
 
 @dataclass(frozen=True)

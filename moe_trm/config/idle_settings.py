@@ -160,8 +160,8 @@ def idle_settings(config: Config) -> Iterator[str]:
     noise = config.learner.layer_noise
     if not noise.sigma and "sigma_lr" in noise.model_fields_set:
         yield "learner.layer_noise.sigma_lr has no effect: learner.layer_noise.sigma=0"
-    # The dtype of an attached server still matters: weights are pushed in it. It may start again, too.
-    started = rollout.server.model_fields_set - {"dtype", "deterministic", "wait_s"}
+    # The dtype of an attached server still matters: weights are pushed in it. It may be loading, too.
+    started = rollout.server.model_fields_set - {"dtype", "deterministic", "startup_timeout_s"}
     if started and not rollout.starts_server:
         reason = (
             f"rollout.url={', '.join(rollout.addresses)} points at a running server"

@@ -22,6 +22,7 @@ from moe_trm.config import rules
 from moe_trm.config.choices import Choice, settle
 from moe_trm.config.fields import default_of, lookup
 from moe_trm.config.problems import Problem, from_validation, refuse
+from moe_trm.config.removed import without_removed
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 
@@ -119,7 +120,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = (), *, here: FurtherChe
 def _what_was_set(data: dict[str, Any]) -> dict[str, Any]:
     """Without its defaults, where `data` is what a run wrote: it has every setting, but users set few."""
     defaults = Config.model_validate({"model": {"checkpoint": ""}}).dump()
-    return _difference(data, defaults) if _has_all(data, defaults) else data
+    return _difference(without_removed(data), defaults) if _has_all(data, defaults) else data
 
 
 def _has_all(data: Any, defaults: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_trm.config.fields import lookup, starred, walk
+from moe_trm.config.removed import REMOVED
 from moe_trm.errors import ConfigError
 
 _SECRET = "api_key"
@@ -65,6 +66,8 @@ def suggest(path: str) -> str:
 def _problem(details: Any) -> Problem:
     key = ".".join(str(part) for part in details["loc"])
     kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden" and key in REMOVED:
+        return Problem(key, "no longer a setting", fix=f"leave it out: {REMOVED[key]}")
     if kind == "extra_forbidden":
         found = suggest(key)
         parent = lookup(key.rpartition(".")[0]) if "." in key else None

@@ -17,14 +17,15 @@ from moe_trm.observe.server_log import ServerLog
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import TrackedRun, open_tracker
 from moe_trm.observe.transcripts import open_transcripts
+from moe_trm.runtime.interruption import Stopped
 
 
 @contextmanager
 def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[list[Sink]]:
     """Open `metrics.jsonl`, the terminal output, the trackers, transcripts and the report.
 
-    They are told of an error that ends the run, and closed in this order however it ends. A run that continues after
-    `first_step` keeps the lines up to it. Raises `ConfigError` when a tracker does not start.
+    They are told of an error that ends the run (`Stopped` is none), and closed in this order however it ends. A run
+    that continues after `first_step` keeps the lines up to it. Raises `ConfigError` when a tracker does not start.
     """
     path = run_dir / "metrics.jsonl"
     keep_steps(path, first_step)
@@ -47,6 +48,8 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
             stack.callback(sink.close)
         try:
             yield sinks
+        except Stopped:
+            raise
         except BaseException as error:
             for sink in sinks:
                 sink.failed(error)

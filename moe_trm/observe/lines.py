@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from moe_trm.observe.advice.verdict_changes import VerdictChanges
-from moe_trm.observe.server_log import ServerChanges
+from moe_trm.observe.server_log import ServerChanges, ServerWaits
 from moe_trm.observe.sinks import Sink
 from moe_trm.types import ServerState
 
@@ -31,6 +31,7 @@ MEANINGS = {
 
 class ProgressLines(Sink):
     """One line per step, and the verdict under it when it is another one; one for each server lost or back.
+    While servers load there is a line now and again.
 
     A label is explained above the first line that has it.
     """
@@ -54,11 +55,11 @@ class ProgressLines(Sink):
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream, self._verdicts = steps, stream or sys.stdout, VerdictChanges()
-        self._servers = ServerChanges()
+        self._servers, self._waits = ServerChanges(), ServerWaits()
         self._explained: set[str] = set()
 
     def servers(self, states: Sequence[ServerState]) -> None:
-        for change in self._servers.of(states):
+        for change in [*self._waits.of(states), *self._servers.of(states)]:
             print(f"        {change}", file=self._stream, flush=True)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from moe_trm.observe.server_log import waiting_for
 from moe_trm.observe.sinks import Sink
 from moe_trm.types import ServerState
 
@@ -68,6 +69,7 @@ class LivePanel(Sink):
             self._parts.append(phase)
 
     def servers(self, states: Sequence[ServerState]) -> None:
+        self._live.start()
         self._servers, self._told = states, time.monotonic()
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
@@ -121,7 +123,7 @@ class LivePanel(Sink):
         return table
 
     def _lost_servers(self) -> list[Text]:
-        """One line for each server that was out of service at the last look."""
+        """One line for each server that was out of service, or awaited, at the last look."""
         since = time.monotonic() - self._told
         lost = [(state, state.lost_s + since) for state in self._servers if state.lost_s is not None]
         left = len(self._servers) - len(lost)
@@ -132,7 +134,7 @@ class LivePanel(Sink):
                 style="bold red",
             )
             for state, seconds in lost
-        ]
+        ] + [Text(waiting_for(state)) for state in self._servers if state.awaited_s is not None]
 
     def _figures(self) -> Table:
         table = Table.grid(padding=(0, 2))

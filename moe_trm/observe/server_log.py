@@ -29,6 +29,32 @@ class ServerChange:
         return f"rollout server {self.url} is back after about {self.seconds:.0f} s ({self.why})"
 
 
+WAITS_S = 30.0
+"""Pause between two lines about a server that is awaited."""
+
+
+class ServerWaits:
+    """Lines about servers that have not answered yet: when the wait begins, then now and again."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[str, float] = {}
+
+    def of(self, states: Sequence[ServerState]) -> list[str]:
+        """Lines that are due at this look."""
+        lines = []
+        for state in states:
+            waited_s, told_s = state.awaited_s, self._told_s.get(state.url)
+            if waited_s is not None and (told_s is None or waited_s - told_s > WAITS_S):
+                self._told_s[state.url] = waited_s
+                lines.append(waiting_for(state))
+        return lines
+
+
+def waiting_for(state: ServerState) -> str:
+    """Name, age and longest age of a wait."""
+    return f"waiting for rollout server {state.url}: {state.awaited_s or 0:.0f} s of at most {state.limit_s:.0f} s"
+
+
 class ServerChanges:
     """Remembers which servers were out of service at the last look."""
 

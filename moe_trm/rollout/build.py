@@ -1,4 +1,4 @@
-"""From configuration to a running controller."""
+"""From configuration to a controller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from moe_trm.types import SamplingParams
 
 
 async def build_controller(config: Config, api_key: str | None) -> RolloutController:
-    """Task, engine and controller; returns when the engine has answered."""
+    """Task, engine and controller, whose `start` is to come."""
     task = build_task(config.task, config.model.checkpoint, config.seed)
     engine = build_engine(config, api_key)
     params = sampling_params(config.rollout, config.keeps_masks, task.tokens.vocab_size, task.tokens.stop_token_ids)
@@ -51,7 +51,6 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
         sampler = await build_sampler(config.rollout, config.agent, engine, task, params, keep_changed=keeps)
         sampler = with_baseline(config.advantage, config.rollout, engine, sampler, params)
         sampler = with_teacher(config.kl, config.rollout, sampler, api_key)
-        await engine.start()
     except BaseException:  # a cancellation too
         if sampler is not None:
             await sampler.close()
@@ -132,7 +131,7 @@ def with_teacher(kl: KlConfig, rollout: RolloutConfig, sampler: Sampler, api_key
     servers = [
         EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts) for url in kl.teacher
     ]
-    return TaughtSampler(sampler, servers, backend_of(DEFAULT))
+    return TaughtSampler(sampler, servers, backend_of(DEFAULT), rollout.server.startup_timeout_s)
 
 
 def function_sampler(

@@ -157,6 +157,10 @@ class RolloutClient:
             self._socket.setsockopt(SocketOption.CURVE_SERVERKEY, public_key.encode())
         self._socket.connect(endpoint)
 
+    def begin(self) -> None:
+        """Return when the controller's engine has answered. Raises `ControllerError`."""
+        self._ask("begin")
+
     def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
         """This rank's rows of `step`, or of a part of it, with the routes of `layer_ids` only.
 

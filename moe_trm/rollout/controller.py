@@ -91,6 +91,10 @@ class RolloutController:
         """True when records may lie in memory that processes of this machine read (`runtime.shared_blocks`)."""
         return self._config.rollout.intake_processes > 0
 
+    async def start(self) -> None:
+        """Return when the engine has answered, and is the configured one. Raises `EngineError`."""
+        await self._engine.start()
+
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
         await self._weights.load(push)

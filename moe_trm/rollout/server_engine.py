@@ -75,7 +75,7 @@ class ServerEngine:
         )
         bounds = Bounds(0.0, 0.0) if config.exact else bounds_of(server.dtype, config.learner.dtype)
         self._use = UseProof(self._backend, bounds)
-        self._verify, self._patience_s = config.sync.verify, (server.startup_timeout_s, server.wait_s)
+        self._verify, self._loads_s = config.sync.verify, server.startup_timeout_s
 
         def connect(url: str) -> EngineHttp:
             return EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts)
@@ -112,11 +112,12 @@ class ServerEngine:
         Raises `EngineError`.
         """
         servers = self._fleet.servers
+        await asyncio.gather(*(server.started(self._loads_s) for server in servers))
         for server in servers:
             await self._lease.take(server.http.url, self._api_key)
-        await asyncio.gather(*(server.started(*self._patience_s) for server in servers))
         await asyncio.gather(*(self._client.check(server.http) for server in servers))
         if self._router is not None:
+            await self._router.started(self._loads_s)
             await self._router.choose_among(frozenset(server.http.url for server in servers), every=True)
             await self._client.check_router(self._router.endpoint.http)
         if self._intake is not None:

@@ -58,8 +58,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`batch`: this rank's share of `step`, or of a `part` of it. `push`: this rank's shard of `version`. `evaluate`:
-    its metrics.
+    """`begin`: the engine has answered. `batch`: this rank's share of `step`, or of a `part` of it. `push`: this rank's
+    shard of `version`. `evaluate`: its metrics.
 
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
     before the first push. `stop`: end the process.
@@ -119,9 +119,13 @@ class ControllerService:
         self._pushed: dict[int, asyncio.Event] = {}
         self._loading: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
+        self._starting: asyncio.Future[None] | None = None
 
     async def serve(self) -> None:
-        """Answer until a rank asks to stop. A cancellation closes the controller too."""
+        """Start the controller, and answer until a rank asks to stop. A cancellation closes the controller too.
+
+        Until the engine has answered, only its servers are told of. Raises `EngineError` where it does not.
+        """
         socket = zmq.asyncio.Context.instance().socket(SocketType.ROUTER)
         socket.setsockopt(SocketOption.LINGER, 1000)
         socket.setsockopt(SocketOption.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
@@ -133,6 +137,7 @@ class ControllerService:
         socket.bind(self._start.endpoint)
         pending: set[asyncio.Task[None]] = set()
         stop = asyncio.ensure_future(self._stop.wait())
+        self._starting = starting = asyncio.ensure_future(self._start_controller())
         try:
             while not self._stop.is_set():
                 received = asyncio.ensure_future(socket.recv_multipart())
@@ -146,12 +151,22 @@ class ControllerService:
                     received.cancel()
             if pending:
                 await asyncio.wait(pending, timeout=LAST_ANSWERS_S)
+            if starting.done():
+                starting.result()
         finally:
+            starting.cancel()
             # Whoever waits for a rank that is gone would wait for ever.
             for task in pending:
                 task.cancel()
             await self._controller.close()
             socket.close()
+
+    async def _start_controller(self) -> None:
+        try:
+            await self._controller.start()
+        except BaseException:
+            self._stop.set()
+            raise
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
         number, lend, op = 0, None, ""
@@ -168,6 +183,8 @@ class ControllerService:
                 return
             self._answering.add((identity, number))
             try:
+                if request.op not in ("servers", "stop") and self._starting is not None:
+                    await asyncio.shield(self._starting)
                 reply = await self._handlers[request.op](self, request)
             finally:
                 # Before the answer is sent: it may be lost with its connection, and is then asked for again.
@@ -247,6 +264,9 @@ class ControllerService:
         await self._settled()
         return ControllerReply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
 
+    async def _begin(self, request: Request) -> ControllerReply:
+        return ControllerReply()
+
     async def _servers(self, request: Request) -> ControllerReply:
         return ControllerReply(servers=self._controller.servers())
 
@@ -269,6 +289,7 @@ class ControllerService:
         return await asyncio.shield(self._shared[op, number])
 
     _handlers: Mapping[str, Callable[[ControllerService, Request], Coroutine[Any, Any, ControllerReply]]] = {
+        "begin": _begin,
         "batch": _batch,
         "push": _push,
         "evaluate": _evaluate,

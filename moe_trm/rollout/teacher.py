@@ -14,8 +14,10 @@ import numpy as np
 
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
+from moe_trm.rollout.servers.arrival import ANSWER_S, Arrival
 from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.runtime.patience import patient
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 SCORED_TWICE = 64
@@ -26,12 +28,15 @@ class TaughtSampler:
     """`Sampler` whose samples carry the teacher's log-probs, in `RolloutRecord.teacher_logprobs`.
 
     They are over the whole vocabulary at temperature 1. Teacher and policy have the same token ids. Each row goes to
-    the next of `servers`. Source: on-policy distillation (GKD, arXiv 2306.13649), with the sampled token's log-probs
-    alone.
+    the next of `servers`, which may take `loads_s` seconds to load. Source: on-policy distillation (GKD,
+    arXiv 2306.13649), with the sampled token's log-probs alone.
     """
 
-    def __init__(self, sampler: Sampler, servers: Sequence[EngineHttp], backend: ServerBackend) -> None:
+    def __init__(
+        self, sampler: Sampler, servers: Sequence[EngineHttp], backend: ServerBackend, loads_s: float = 0.0
+    ) -> None:
         self._sampler, self._servers, self._backend = sampler, servers, backend
+        self._loads_s, self._arrived = loads_s, dict[EngineHttp, asyncio.Task[bytes]]()
         self._rows, self._tokens, self._twice, self._gap = 0, 0, 0, 0.0
 
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
@@ -58,6 +63,8 @@ class TaughtSampler:
 
     async def close(self) -> None:
         """Release the connections and the sampler."""
+        for arrival in self._arrived.values():
+            arrival.cancel()
         for server in self._servers:
             await server.close()
         await self._sampler.close()
@@ -73,6 +80,11 @@ class TaughtSampler:
 
     async def _logprobs(self, server: EngineHttp, row: RolloutRecord) -> np.ndarray:
         """`[S]` float32 log-probs of the row's sampled tokens, by one prefill."""
+        if server not in self._arrived:
+            arrival, path = Arrival(server.url, self._loads_s), self._backend.health_path
+            ask = arrival.of(lambda: server.request("GET", path, timeout_s=patient(ANSWER_S), attempts=1))
+            self._arrived[server] = asyncio.create_task(ask)
+        await asyncio.shield(self._arrived[server])
         scored = await self._backend.prefilled(server, row.tokens.tolist())
         logprobs: np.ndarray = scored[row.sampled[1:]].astype(np.float32)  # the first token is never sampled
         if not np.isfinite(logprobs).all():

@@ -14,6 +14,7 @@ import msgspec
 from pydantic import ValidationError
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
+from moe_trm.config.removed import without_removed
 from moe_trm.config.schema import Config
 from moe_trm.errors import RunError
 from moe_trm.run_folder import run_end
@@ -155,7 +156,6 @@ _FREE = (
             "host",
             "port",
             "startup_timeout_s",
-            "wait_s",
             "max_restarts",
             "silence_timeout_s",
             "hang_timeout_s",
@@ -179,8 +179,9 @@ class Change(msgspec.Struct, frozen=True):
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Every setting that differs, in the order of the configuration.
 
-    A setting that an older version did not have counts with its default.
+    A setting that an older version did not have counts with its default, one that is gone does not count.
     """
+    saved = without_removed(saved)
     with suppress(ValidationError):  # a version that had other settings: they are compared as they are
         saved = Config.model_validate(saved).dump()
     before, after = flatten(saved), flatten(now)

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: the first asks the run to end after its step, a second ends the process at once."""
+"""Ctrl-C and SIGTERM: a start that is asked to stop ends at once, a run after its step; a second one ends the process.
+
+Before the first step there is nothing to save. Whoever waits then for a server or for other ranks would make the
+launcher wait as well, and kill it in the end.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,31 @@ ECHO_S = 1.0
 """A terminal and torchrun both pass on the same Ctrl-C: what comes within this time is not a second one."""
 
 
+class Stopped(SystemExit):
+    """This process was asked to stop before its first step."""
+
+
 class Interruption:
     """Remembers that this process was asked to stop. `install` in the main thread."""
 
     def __init__(self) -> None:
         self.requested = ""
         """Name of the signal that asked, empty when none did."""
-        self._since = 0.0
+        self._since, self._starting = 0.0, True
 
     def install(self) -> None:
-        """Take SIGINT and SIGTERM from now on."""
+        """Take SIGINT and SIGTERM from now on. Until `begin_steps`, the first raises `Stopped`."""
         for number in ASKED:
             signal.signal(number, self._note)
+
+    def begin_steps(self) -> None:
+        """From now on the first signal is only noted: the step in progress is finished and saved."""
+        self._starting = False
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.requested and time.monotonic() - self._since > ECHO_S:
             os._exit(128 + number)
         if not self.requested:
             self.requested, self._since = signal.Signals(number).name, time.monotonic()
+            if self._starting:
+                raise Stopped(128 + number)

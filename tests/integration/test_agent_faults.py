@@ -47,6 +47,7 @@ def test_a_server_killed_with_agents_at_work_costs_no_sample(brief_checkpoint: P
     async def drill(watchdog: Watchdog) -> tuple[list[TrainBatch], list[tuple[LiveSession, int]]]:
         controller = await build_controller(config(brief_checkpoint, tmp_path, watchdog.url), KEY)
         try:
+            await controller.start()
             await controller.load_weights(make_push(tmp_path, brief_checkpoint, 0, "bfloat16"))
             planning = asyncio.ensure_future(controller.plan(1, data_size=1))
             while not [session for session in open_sessions(controller) if session.tree.nodes]:

@@ -62,6 +62,7 @@ def test_a_server_lost_in_the_middle_of_a_batch_costs_no_sample(
     async def drill(watchdog: Watchdog) -> tuple[list[TrainBatch], float]:
         controller = await build_controller(config(brief_checkpoint, watchdog.url), KEY)
         try:
+            await controller.start()
             await controller.load_weights(make_push(tmp_path, brief_checkpoint, 0, "bfloat16"))
             planning = asyncio.ensure_future(controller.plan(1, data_size=1))
             await until_busy(controller)
@@ -102,6 +103,7 @@ def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkp
         async with proxy.open() as url:
             controller = await build_controller(config(brief_checkpoint, url), KEY)
             try:
+                await controller.start()
                 await controller.load_weights(make_push(tmp_path, brief_checkpoint, 0, "bfloat16"))
                 planning = asyncio.ensure_future(controller.plan(1, data_size=1))
                 await until_busy(controller)

@@ -112,6 +112,7 @@ def config(checkpoint: Path, urls: list[str], router: str | None) -> Config:
 async def controlled(settings: Config, key: str) -> AsyncIterator[RolloutController]:
     controller = await build_controller(settings, key)
     try:
+        await controller.start()
         yield controller
     finally:
         await controller.close()

@@ -13,7 +13,8 @@ from moe_trm.runtime.addresses import in_the_clear
 
 
 class ServerConfig(Section):
-    """The server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
+    """The server that `launch.rollout` starts. Where `rollout.url` points at a running one, only `startup_timeout_s`,
+    `dtype` and `deterministic` are read."""
 
     host: str = "127.0.0.1"
     """Address to bind to. Anything but loopback needs `rollout.trusted_network`."""
@@ -41,10 +42,8 @@ class ServerConfig(Section):
     tensor_parallel: Positive = 1
     """Devices that share the rollout model."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 180.0
-    """Seconds to wait until the server answers."""
-    wait_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds for which the learner waits for a server that takes no connection yet. `moe-trm train` sets it on a CPU,
-    where it starts server and learner at the same time, and an experiment where runs share a server."""
+    """Seconds that a server may take to load. Whatever asks it waits so long for its first answer, also a learner for
+    a server that it did not start, for a router or for a teacher."""
     max_restarts: Count = 5
     """Times that a server which died or hangs is started again; after that it stays away."""
     silence_timeout_s: Annotated[float, Field(gt=0)] = 10.0

@@ -64,6 +64,10 @@ class Checkpoints:
         run: RunState = saved["run"]
         return run
 
+    def begin_steps(self) -> None:
+        """From now on a run that is asked to stop finishes its step, and saves it."""
+        self._interruption.begin_steps()
+
     def end_step(self, step: int, learner: Resumable, capture: Callable[[], RunState]) -> bool:
         """Save and export what is due after `step`; whether the run stops here.
 

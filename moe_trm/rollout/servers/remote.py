@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
-from moe_trm.errors import EngineError, EngineLost
+from moe_trm.errors import EngineError
+from moe_trm.rollout.servers.arrival import ANSWER_S, Arrival
 from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.endpoint import Endpoint, Post, T
-from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of, refuse_foreign
+from moe_trm.runtime.patience import patient
 from moe_trm.types import ServerState
 
 MEMORY_TAGS = ("weights", "kv_cache")
 """Memory that a server can release, in the order in which it is taken back: weights first, then the cache."""
-SERVICE_UNAVAILABLE = 503
-POLL_S = 0.5
-"""Pause between two health checks of a server that is still starting."""
 ABORT_PAUSE_S = 0.2
 """Pause between two requests to abort: one that was on its way at the first is met by the second."""
 
@@ -41,6 +39,7 @@ class RemoteServer:
         self.version: int | None = None
         self.updating = self.keeping = self.fenced = self.released = False
         self.why, self._fenced_at = "", 0.0
+        self._arrival: Arrival | None = None
 
     @property
     def in_flight(self) -> int:
@@ -73,11 +72,9 @@ class RemoteServer:
     @property
     def state(self) -> ServerState:
         """Figures for the run's log and panel."""
-        return (
-            ServerState(self.http.url, time.monotonic() - self._fenced_at, self.why)
-            if self.fenced
-            else ServerState(self.http.url)
-        )
+        if self.fenced:
+            return ServerState(self.http.url, time.monotonic() - self._fenced_at, self.why)
+        return ServerState(self.http.url) if self._arrival is None else self._arrival.state
 
     def fence(self, why: str) -> None:
         """Take it out of service and drop its requests in flight."""
@@ -127,27 +124,12 @@ class RemoteServer:
         refuse_foreign(label, self._run, self.http.url)
         return self.version is not None and label == label_of(self.version, self._run)
 
-    async def started(self, startup_timeout_s: float, wait_s: float) -> None:
-        """Return when it generates.
-
-        A server that refuses connections fails after the usual attempts, and after `wait_s`. One that answers 503 is
-        loading and gets `startup_timeout_s`. Raises `EngineError`.
-        """
-        begun = time.monotonic()
-        while True:
-            try:
-                await self.http.request("GET", self.backend.health_path)
-            except HttpStatusError as error:
-                if error.status != SERVICE_UNAVAILABLE or time.monotonic() > begun + startup_timeout_s:
-                    raise
-            except EngineSlow:
-                raise
-            except EngineLost:
-                if time.monotonic() >= begun + wait_s:
-                    raise
-            else:
-                return
-            await asyncio.sleep(POLL_S)
+    async def started(self, limit_s: float) -> None:
+        """Return when it generates; it may be loading for `limit_s`. Raises `EngineError`."""
+        self._arrival = Arrival(self.http.url, limit_s)
+        path = self.backend.health_path
+        await self._arrival.of(lambda: self.http.request("GET", path, timeout_s=patient(ANSWER_S), attempts=1))
+        self._arrival = None
 
     async def generates(self, timeout_s: float) -> bool:
         """True when the engine behind the process makes tokens."""

@@ -13,6 +13,7 @@ import logging
 from typing import Any
 
 from moe_trm.errors import EngineLost
+from moe_trm.rollout.servers.arrival import Arrival
 from moe_trm.rollout.servers.endpoint import Endpoint
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError, parsed
 from moe_trm.runtime.patience import patient
@@ -46,6 +47,10 @@ class Router:
     def lost_s(self) -> float:
         """Seconds for which it has not been there, or has not obeyed."""
         return 0.0 if self._lost_at is None else _now() - self._lost_at
+
+    async def started(self, limit_s: float) -> None:
+        """Return when it answers; it may be on its way for `limit_s`. Raises `EngineLost`."""
+        await Arrival(self._http.url, limit_s).of(self._listed)
 
     def forget(self) -> None:
         """Look again before the next sample: the router may have been started again, or told otherwise."""

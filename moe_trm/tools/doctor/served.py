@@ -15,8 +15,10 @@ from moe_trm.config.schema import RolloutConfig
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.models.hf_config import library_config, reads_images, text_config
 from moe_trm.rollout.credentials import api_key_for
+from moe_trm.rollout.servers.arrival import ANSWER_S, Arrival
 from moe_trm.rollout.servers.backend import ServerBackend, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.runtime.patience import patient
 from moe_trm.tasks.tokens import Tokens
 
 SAMPLES = ("672+39=", "The quick brown fox\n", " 1, 2, 3 # 4", "Zürich 東京 \N{ROCKET}")
@@ -32,6 +34,10 @@ def attached(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]:
     if not (rollout.traits.has_servers and rollout.attached):
         return
     for url in rollout.addresses:
+        reached = attempt(f"server at {url}", partial(asyncio.run, _reached(rollout, url)))
+        yield reached
+        if reached.status == "fail":
+            continue
         for what, look in (("tokenizer", _tokenizer), ("model", _geometry)):
             yield attempt(f"{what} of {url}", partial(asyncio.run, _looked(rollout, checkpoint, url, look)))
 
@@ -41,6 +47,13 @@ def known_difference(rollout: RolloutConfig, checkpoint: str) -> Iterator[Check]
     with suppress(CheckpointError):  # the checks before this one have told it
         if rollout.traits.has_servers and (remark := backend_of(rollout.engine).remark(Path(checkpoint))):
             yield Check("served model", "warn", remark, "docs/models.md says how far log-probs are apart")
+
+
+async def _reached(rollout: RolloutConfig, url: str) -> Check:
+    backend, arrival = backend_of(rollout.engine), Arrival(url, rollout.server.startup_timeout_s)
+    async with EngineHttp(url, api_key_for(rollout), timeout_s=patient(ANSWER_S), max_attempts=1) as http:
+        await arrival.of(lambda: http.request("GET", backend.health_path))
+    return Check(f"server at {url}", "ok", "it generates")
 
 
 async def _looked(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:

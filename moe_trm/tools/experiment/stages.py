@@ -34,9 +34,7 @@ def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
     moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
-    # Its watchdog may be starting it again just when a run begins.
-    wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
-    attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
+    attach = [f"rollout.url={run.server}"] if run.server else []
     found = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)

@@ -176,7 +176,9 @@ def run_case(path: str, bundle: str, out: Path, name: str) -> None:
     torch.manual_seed(config.seed)
     witness, sink = Witness(build_megatron_learner(config), config), Keep()
     events = asyncio.new_event_loop()
-    rollouts = LocalRollouts(events.run_until_complete(build_controller(config, None)), events)
+    controller = events.run_until_complete(build_controller(config, None))
+    events.run_until_complete(controller.start())
+    rollouts = LocalRollouts(controller, events)
     checkpoints = Checkpoints(config, out / name, Interruption())
     train(config, witness, rollouts, rollouts, [sink], checkpoints, mode="R3", run_dir=out)  # type: ignore[arg-type]
     checkpoints.close()

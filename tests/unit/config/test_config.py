@@ -17,6 +17,7 @@ from moe_trm.config.flat import flatten
 from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
+from moe_trm.run_folder.history import differences
 
 
 @pytest.fixture
@@ -73,6 +74,21 @@ def test_lists_by_index_and_as_a_value(file: Path) -> None:
     assert by_index == as_value
     assert [rule.name for rule in by_index.correction.rules] == ["trm_max", "opsm"]
     assert "expected an index from 0 to 0" in problems(file, "correction.rules.1.name=x")["correction.rules.1.name"]
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_does_its_work(file: Path) -> None:
+    told = problems(file, "rollout.server.wait_s=30")["rollout.server.wait_s"]
+    assert "no longer a setting" in told
+    assert "rollout.server.startup_timeout_s" in told
+
+
+def test_it_is_left_out_of_what_a_run_wrote(file: Path) -> None:
+    """That has every setting of its version, and nobody chose them."""
+    written = load(file).dump()
+    written["rollout"]["server"]["wait_s"] = 0.0
+    file.write_text(json.dumps(written))
+    assert load(file).dump() == {**written, "rollout": load(file).rollout.model_dump(mode="json")}
+    assert not differences(written, load(file).dump())
 
 
 def test_every_problem_is_told_at_once_with_its_full_key(file: Path) -> None:

@@ -39,6 +39,26 @@ def test_the_panel_says_how_long_and_why_until_it_is_back(monkeypatch: pytest.Mo
     live.close()
 
 
+def test_a_server_that_loads_has_a_line_now_and_again() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(8, stream)
+    for waited_s in (0.5, 1.0, 20.0, 31.0, 32.0, 70.0):
+        lines.servers((ServerState("http://one", awaited_s=waited_s, limit_s=1800.0), WELL[1]))
+    lines.servers(WELL)
+    assert [line.strip() for line in stream.getvalue().splitlines()] == [
+        f"waiting for rollout server http://one: {waited_s} s of at most 1800 s" for waited_s in (0, 31, 70)
+    ]
+
+
+def test_the_panel_shows_a_server_that_loads() -> None:
+    live = LivePanel("my run", 8, Console(file=io.StringIO(), force_terminal=False, width=120))
+    live.servers((ServerState("http://one", awaited_s=5.0, limit_s=180.0),))
+    text = io.StringIO()
+    Console(file=text, width=120, force_terminal=False).print(live)
+    assert "waiting for rollout server http://one: 5 s of at most 180 s" in text.getvalue()
+    live.close()
+
+
 def test_lines_tell_each_change_once() -> None:
     stream = io.StringIO()
     lines = ProgressLines(8, stream)

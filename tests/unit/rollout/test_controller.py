@@ -7,7 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import AdvantageConfig, Config
-from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.errors import REFUSED, ControllerError, EngineError
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.report.commands import write
@@ -262,6 +262,52 @@ def test_a_rank_that_waits_is_told_of_the_servers_and_of_their_return(
     client._ask("stop")
     thread.join(10)
     assert not thread.is_alive()
+
+
+class Loading(FakeEngine):
+    """Its server loads until it is let, and then works or fails."""
+
+    traits = EngineTraits(has_servers=True)
+
+    def __init__(self, failure: EngineError | None = None) -> None:
+        super().__init__()
+        self.free, self._failure = threading.Event(), failure
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self.free.wait, 60)
+        if self._failure is not None:
+            raise self._failure
+
+    def servers(self) -> tuple[ServerState, ...]:
+        return (ServerState("http://one", awaited_s=1.0, limit_s=9.0),)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_wait_for_an_engine_that_loads_and_are_told_of_it(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient], fails: bool
+) -> None:
+    engine, told = Loading(EngineError("another model") if fails else None), list[tuple[ServerState, ...]]()
+
+    def watch(states: tuple[ServerState, ...]) -> None:
+        told.append(states)
+        engine.free.set()
+
+    endpoint = f"ipc://{tmp_path}/s"
+    with pytest.raises(EngineError, match="another model") if fails else nullcontext():
+        serving = asyncio.new_event_loop()
+        service = ControllerService(controller_with(engine), Start(endpoint, "right key", {}, None), str(checkpoint))
+        ended = serving.create_task(service.serve())
+        thread = threading.Thread(target=lambda: serving.run_until_complete(asyncio.wait([ended])), daemon=True)
+        thread.start()
+        client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1), watch=watch)
+        with pytest.raises(ControllerError, match="another model") if fails else nullcontext():
+            client.begin()
+        if not fails:
+            client._ask("stop")
+        thread.join(60)
+        serving.close()
+        ended.result()
+    assert told[0] == engine.servers()
 
 
 def test_a_wrong_key_is_refused_and_the_service_stays_up(

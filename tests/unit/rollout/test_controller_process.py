@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Iterator[Config]:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        rollout = {"url": f"http://127.0.0.1:{silent.getsockname()[1]}", "server": {"wait_s": 600.0}}
+        rollout = {"url": f"http://127.0.0.1:{silent.getsockname()[1]}", "server": {"startup_timeout_s": 600.0}}
         yield Config.model_validate({"model": {"checkpoint": str(checkpoint)}, "rollout": rollout})
 
 

@@ -38,7 +38,8 @@ HF = {
 
 def config(tmp_path: Path, hf: dict[str, Any] = HF, **sections: Any) -> Config:
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    rollout = {"url": "http://127.0.0.1:9", "max_attempts": 2, "timeout_s": 0.5}
+    server = {"startup_timeout_s": 0.1}
+    rollout = {"url": "http://127.0.0.1:9", "max_attempts": 2, "timeout_s": 0.5, "server": server}
     return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": rollout, **sections})
 
 
@@ -66,7 +67,9 @@ def test_an_unreachable_server_is_named_with_advice(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="not reachable") as caught:
         asyncio.run(run())
     assert "http://127.0.0.1:9" in str(caught.value)
+    assert "for 0.1 s" in str(caught.value)
     assert "launch.rollout" in caught.value.fix
+    assert "startup_timeout_s" in caught.value.fix
 
 
 def test_a_server_that_takes_no_connection_yet_is_waited_for(tmp_path: Path) -> None:
@@ -81,7 +84,7 @@ def test_a_server_that_takes_no_connection_yet_is_waited_for(tmp_path: Path) -> 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        rollout = {"url": f"http://127.0.0.1:{port}", "max_attempts": 1, "timeout_s": 30.0, "server": {"wait_s": 60.0}}
+        rollout = {"url": f"http://127.0.0.1:{port}", "max_attempts": 1, "timeout_s": 30.0}
         engine = ServerEngine(config(tmp_path, rollout=rollout), None)
         starting = asyncio.create_task(engine.start())
         try:

@@ -29,7 +29,10 @@ class Teacher(LocalApp):
         self.asked, self._changed = list[dict[str, Any]](), changed
 
     def routes(self) -> Sequence[web.RouteDef]:
-        return [web.post("/generate", self.answer)]
+        return [web.get("/health", self.well), web.post("/generate", self.answer)]
+
+    async def well(self, request: web.Request) -> web.Response:
+        return web.Response()
 
     async def answer(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer key"

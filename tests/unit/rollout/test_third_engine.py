@@ -53,6 +53,7 @@ def run(config: Config) -> tuple[list[TrainBatch], list[Mapping[str, float]]]:
 
     async def go() -> tuple[list[TrainBatch], list[Mapping[str, float]]]:
         controller = await build_controller(config, None)
+        await controller.start()
         batches: list[TrainBatch] = []
         evaluations: list[Mapping[str, float]] = []
         for version in range(config.train.steps):

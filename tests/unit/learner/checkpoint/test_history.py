@@ -37,7 +37,7 @@ def test_every_other_setting_counts() -> None:
     free = {key for key in saved if not differences(saved, {**saved, key: "another"})}
     server = {key for key in free if key.startswith("rollout.server.")}
     assert {key.rpartition(".")[2] for key in server} == {
-        *("host", "port", "startup_timeout_s", "wait_s", "max_restarts", "silence_timeout_s", "hang_timeout_s")
+        *("host", "port", "startup_timeout_s", "max_restarts", "silence_timeout_s", "hang_timeout_s")
     }
     assert {key for key in free - server if not key.startswith(("checkpoint.", "record.", "sync.", "observe."))} == {
         *("name", "run_dir", "rollout.url", "rollout.urls", "rollout.router", "rollout.api_key"),
@@ -51,7 +51,7 @@ FREE: list[dict[str, Any]] = [
     {"checkpoint": {"every": 7, "keep": 1}},
     {"observe": {"panel": "off", "sinks": ["wandb"]}},
     {"rollout": {"url": "http://127.0.0.1:1"}},
-    {"rollout": {"server": {"port": 1, "wait_s": 5.0}}},
+    {"rollout": {"server": {"port": 1, "startup_timeout_s": 5.0}}},
     {"train": {"eval_every": 3, "max_restarts": 2, "export": False}},
 ]
 HISTORY: list[tuple[dict[str, Any], str]] = [

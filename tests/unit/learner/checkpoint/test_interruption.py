@@ -15,7 +15,7 @@ import pytest
 
 from moe_trm.errors import REFUSED, RunError
 from moe_trm.observe.sinks import JsonLines, keep_steps
-from moe_trm.runtime.interruption import ECHO_S, Interruption
+from moe_trm.runtime.interruption import ECHO_S, Interruption, Stopped
 
 
 @pytest.fixture
@@ -23,6 +23,7 @@ def interruption() -> Iterator[Interruption]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     asked = Interruption()
     asked.install()
+    asked.begin_steps()
     yield asked
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -35,6 +36,16 @@ def test_the_first_signal_is_a_request(interruption: Interruption, number: signa
     assert interruption.requested == number.name
 
 
+def test_before_the_first_step_it_ends_whatever_waits(interruption: Interruption) -> None:
+    starting = Interruption()
+    starting.install()
+    with pytest.raises(Stopped) as stopped:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert starting.requested == "SIGTERM"
+    assert not interruption.requested
+
+
 def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interruption) -> None:
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGINT)
@@ -44,7 +55,7 @@ def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interru
 def test_a_second_signal_ends_the_process() -> None:
     program = (
         "import os, signal, time; from moe_trm.runtime.interruption import Interruption; "
-        "i = Interruption(); i.install();"
+        "i = Interruption(); i.install(); i.begin_steps();"
         f"os.kill(os.getpid(), signal.SIGTERM); time.sleep({ECHO_S} + 0.2); "
         "os.kill(os.getpid(), signal.SIGTERM); print('alive')"
     )

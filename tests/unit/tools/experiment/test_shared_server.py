@@ -90,8 +90,7 @@ def test_training_and_evaluation_attach_before_the_options(tmp_path: Path) -> No
     plan = make_plan(trial.file, check=passes)
     run = PlannedRun("R3", 0, ("seed=0",), server=URL)
     train, evaluation = (list(stage.command) for stage in stages(plan, run))
-    attach = [f"rollout.url={URL}", "rollout.server.wait_s=180.0"]
-    assert train[-3:] == ["seed=0", *attach]
-    place = evaluation.index(attach[0])
-    assert evaluation[place : place + 2] == attach
+    attach = f"rollout.url={URL}"
+    assert train[-2:] == ["seed=0", attach]
+    place = evaluation.index(attach)
     assert place < evaluation.index("--by")
