@@ -2,12 +2,17 @@
 
 Before the first step there is nothing to save. Whoever waits then for a server or for other ranks would make the
 launcher wait as well, and kill it in the end.
+
+Python runs the handler of a signal between two instructions of the main thread, and none are reached inside of a
+collective or a rendezvous that waits in C++. So the number of a signal also goes into a pipe, whose reader is another
+thread.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -15,6 +20,8 @@ ASKED = (signal.SIGINT, signal.SIGTERM)
 """Signals by which a run is asked to stop."""
 ECHO_S = 1.0
 """A terminal and torchrun both pass on the same Ctrl-C: what comes within this time is not a second one."""
+UNWIND_S = 5.0
+"""Time for a start that is asked to stop to leave its contexts; then it ends wherever it is."""
 
 
 class Stopped(SystemExit):
@@ -31,6 +38,11 @@ class Interruption:
 
     def install(self) -> None:
         """Take SIGINT and SIGTERM from now on. Until `begin_steps`, the first raises `Stopped`."""
+        arrived, arrives = os.pipe()
+        os.set_blocking(arrives, False)
+        signal.set_wakeup_fd(arrives, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # its signals are not ours
+        threading.Thread(target=self._watch, args=(arrived,), name="interruption", daemon=True).start()
         for number in ASKED:
             signal.signal(number, self._note)
 
@@ -45,3 +57,17 @@ class Interruption:
             self.requested, self._since = signal.Signals(number).name, time.monotonic()
             if self._starting:
                 raise Stopped(128 + number)
+
+    def _watch(self, arrived: int) -> None:
+        """End a start that was asked to stop and is still there; also a process whose main thread hears no second."""
+        first_s = 0.0
+        while number := int.from_bytes(os.read(arrived, 1)):
+            if number not in ASKED:
+                continue
+            if self._starting:
+                time.sleep(UNWIND_S)
+                os._exit(128 + number)
+            if first_s and time.monotonic() - first_s > ECHO_S:
+                time.sleep(ECHO_S)
+                os._exit(128 + number)
+            first_s = first_s or time.monotonic()

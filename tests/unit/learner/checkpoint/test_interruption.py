@@ -15,7 +15,7 @@ import pytest
 
 from moe_trm.errors import REFUSED, RunError
 from moe_trm.observe.sinks import JsonLines, keep_steps
-from moe_trm.runtime.interruption import ECHO_S, Interruption, Stopped
+from moe_trm.runtime.interruption import ECHO_S, Interruption
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def interruption() -> Iterator[Interruption]:
     asked.install()
     asked.begin_steps()
     yield asked
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -36,14 +37,52 @@ def test_the_first_signal_is_a_request(interruption: Interruption, number: signa
     assert interruption.requested == number.name
 
 
-def test_before_the_first_step_it_ends_whatever_waits(interruption: Interruption) -> None:
-    starting = Interruption()
-    starting.install()
-    with pytest.raises(Stopped) as stopped:
+UNHEARD = """
+import ctypes, os, signal, sys, threading, time
+from moe_trm.runtime.interruption import ECHO_S, Interruption
+interruption = Interruption()
+interruption.install()
+library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+if sys.argv[1] == "steps":
+    interruption.begin_steps()
+def ask():
+    for _ in range(2 if sys.argv[1] == "steps" else 1):
+        time.sleep(ECHO_S + 0.2)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert stopped.value.code == 128 + signal.SIGTERM
-    assert starting.requested == "SIGTERM"
-    assert not interruption.requested
+threading.Thread(target=ask).start()
+try:
+    if sys.argv[2] == "python":
+        time.sleep(600)
+    library.pthread_mutex_lock(lock), library.pthread_mutex_lock(lock)
+finally:
+    print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("waits", ["python", "machine code"])
+def test_before_the_first_step_it_ends_whatever_waits(waits: str) -> None:
+    command = [sys.executable, "-c", UNHEARD, "start", waits]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stdout == ("left\n" if waits == "python" else "")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_machine_code() -> None:
+    command = [sys.executable, "-c", UNHEARD, "steps", "machine code"]
+    assert subprocess.run(command, check=False, timeout=300).returncode == 128 + signal.SIGTERM
+
+
+def test_signals_to_a_child_are_its_own() -> None:
+    """A child that is forked and ended does not end the start that forked it."""
+    program = (
+        "import os, signal, time; from moe_trm.runtime import interruption as module; module.UNWIND_S = 0.0;"
+        "module.Interruption().install(); read, write = os.pipe(); child = os.fork();"
+        "child or (os.write(write, b'.'), time.sleep(600)); os.read(read, 1);"
+        "os.kill(child, signal.SIGTERM); os.waitpid(child, 0); time.sleep(1); print('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "alive\n"
 
 
 def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interruption) -> None:
