@@ -8,13 +8,17 @@ engine gets its weights, and answers 16 prompts twice, by halves, with 8 answers
 or int4 (and bfloat16 arithmetic), or in float32 with noise of 0.2 on its routers. That noise is fixed, or drawn anew
 for each 64 answers. The learner is 0, 2 or 8 updates ahead, of 32 answers of its own each. Every arm then makes its
 gradient of the same 256 answers. Six checkpoints, three distances and 256 answers were chosen by the time that one
-pilot checkpoint took, which is not among them. Planned had been eight, five and 512.
+pilot checkpoint took, which is not among them. Planned had been eight, five and 512. A second pilot ran all cells of
+another checkpoint at a learning rate of 1e-4, and was looked at. There the learner went too far (k3 0.07 after 8
+updates, where `phase_map.yaml` has 0.008 on average), and its gradients were small and noisy. So the rate was halved,
+and the pooled cosine was added. Neither pilot counts.
 
 - Primary: the cosine between the mean of that gradient and the gradient of the expected reward of the learner's own
   policy, with its own routes. The latter is estimated from 1,024 answers of that policy to the same prompts. Products
   are between halves, so that noise does not lower a cosine.
-- Beside it: the cosine to the gradient of the policy of the engine that answered, and the progress of a batch of 128
-  answers as a share of that on policy.
+- Beside it: that cosine pooled over checkpoints, which small gradients do not upset (products and squared norms are
+  summed first, each in units of the oracle's); the cosine to the gradient of the policy of the engine that answered,
+  and the progress of a batch of 128 answers as a share of that on policy.
 - Control: 256 answers of the learner's own policy, on another draw, give a cosine of 1.00 within 0.02 on average.
 - Contrasts: R3 less no correction and R3 less `seq_tis`, means over the updates, and the slope of R3 less R2 by
   updates, for each engine; Student's t over checkpoints, and Holm for all 15. By themselves, likewise: each mask less
@@ -53,7 +57,7 @@ from benchmarks.evidence.oracle_arms import (
     routes_of,
 )
 from benchmarks.evidence.pictured import axis, with_interval
-from benchmarks.evidence.split_half import Halves, cosine, holm, progress_share, student_p
+from benchmarks.evidence.split_half import Halves, cosine, holm, inner, progress_share, student_p
 from benchmarks.figure import Panel, document, lines
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
@@ -67,7 +71,7 @@ PROMPTS, GROUP, ORACLE_GROUP, BATCH, MAX_NEW = 16, 8, 32, 64, 36
 """Prompts; answers to each in one half, of an arm and of the oracle; answers of a batch; most tokens of an answer."""
 TRAINED = 128
 """Answers of the batch whose progress is compared."""
-UPDATE_ANSWERS, RATE, BETAS, CLIP = 32, 1e-4, (0.9, 0.95), 1.0
+UPDATE_ANSWERS, RATE, BETAS, CLIP = 32, 5e-5, (0.9, 0.95), 1.0
 """Answers of an update of the learner, its learning rate and AdamW's decay rates, its limit on the gradient's norm."""
 STEPS = (60, 90, 120)
 """Supervised steps of a checkpoint, in turn."""
@@ -112,7 +116,7 @@ def run(number: int, begin: Path, folder: Path, cells: Path) -> None:
         return
     if not (folder / "warmup.json").exists():
         recipe = replace(start.RECIPE, max_digits=3)
-        start.make(begin, folder, recipe, STEPS[number % len(STEPS)], seed=number + 2)
+        start.make(begin, folder, recipe, STEPS[number % len(STEPS)], seed=number + 20)
     first = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     first.set_experts_implementation("grouped_mm")
     learners = updated(first, number)
@@ -137,13 +141,14 @@ def run(number: int, begin: Path, folder: Path, cells: Path) -> None:
 def judged(own: Halves, oracle: Halves, engine: Halves | None) -> dict[str, float]:
     """An arm's gradient beside that of the learner's own policy, and of the engine's."""
     figures = {"learner": cosine(own, oracle), "progress": progress_share(own, oracle, TRAINED)}
+    figures |= {"square": inner(own, own) / inner(oracle, oracle), "along": inner(own, oracle) / inner(oracle, oracle)}
     return figures if engine is None else figures | {"engine": cosine(own, engine)}
 
 
 def updated(first: Any, number: int) -> Mapping[int, Any]:
     """The learner by updates ahead: `AdamW` on minibatches of answers of `first`, with the loss of the arms."""
-    answers = sample(first, problems(max(UPDATES) * UPDATE_ANSWERS // GROUP, f"updates-{number}"), GROUP, MAX_NEW,
-                     _seed(number, "updates"))  # fmt: skip
+    asked = problems(max(UPDATES) * UPDATE_ANSWERS // GROUP, f"oracle-updates-{number}")
+    answers = sample(first, asked, GROUP, MAX_NEW, _seed(number, "updates"))
     learner, learners = copy(first), {0: first}
     optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
     for update, rows in enumerate(torch.split(torch.arange(len(answers.ids)), UPDATE_ANSWERS), start=1):
@@ -204,7 +209,7 @@ def answered(first: Any, name: str, number: int) -> tuple[list[Sampled], Halves,
 
 def _asked(number: int, group: int) -> Iterator[tuple[int, Sequence[Any]]]:
     """The prompts of each batch, with its half."""
-    asked, size = problems(PROMPTS, f"prompts-{number}"), BATCH // group
+    asked, size = problems(PROMPTS, f"oracle-prompts-{number}"), BATCH // group
     for half in (0, 1):
         for place in range(0, PROMPTS, size):
             yield half, asked[place : place + size]
@@ -220,13 +225,21 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     for name, ahead in itertools.product((ON_POLICY, *engines(NOISE, 0)), UPDATES):
         here = [cell for cell in cells if (cell["engine"], cell["updates"]) == (name, ahead)]
         for arm in (ON_POLICY,) if name == ON_POLICY else ARMS:
-            known = [cell["arms"][arm] for cell in here if math.isfinite(cell["arms"][arm]["learner"])]
-            if known:
-                row: Row = {"engine": name, "updates": ahead, "arm": arm, "checkpoints": len(known)}
-                row |= with_interval("to_learner", [own["learner"] for own in known])
+            known = [cell["arms"][arm] for cell in here]
+            cosines = [own["learner"] for own in known if math.isfinite(own["learner"])]
+            if cosines:
+                row: Row = {"engine": name, "updates": ahead, "arm": arm, "checkpoints": len(cosines)}
+                row |= with_interval("to_learner", cosines)
+                row["pooled"] = pooled(known)
                 row["to_engine"] = fmean(own.get("engine", math.nan) for own in known)
                 rows.append(row | {"progress_share": fmean(own["progress"] for own in known)})
     return rows
+
+
+def pooled(known: Sequence[Mapping[str, float]]) -> float:
+    """The cosine to the learner's gradient over checkpoints; NaN where the squared norms are not above 0 in sum."""
+    square = fmean(own["square"] for own in known)
+    return fmean(own["along"] for own in known) / math.sqrt(square) if square > 0 else math.nan
 
 
 def control(cells: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -176,7 +176,7 @@ def test_learners_move_with_their_updates(causal: Any) -> None:
 
 
 def cell(number: int, name: str, ahead: int, shift: float) -> dict[str, Any]:
-    arms = {arm: {"learner": 0.5, "engine": 0.4, "progress": 0.3} for arm in ARMS}
+    arms = {arm: {"learner": 0.5, "engine": 0.4, "progress": 0.3, "square": 4.0, "along": 1.0} for arm in ARMS}
     arms["R3"] = {**arms["R3"], "learner": 0.5 + shift + 0.01 * ahead}
     return {"checkpoint": number, "engine": name, "updates": ahead, "arms": arms}
 
@@ -192,4 +192,8 @@ def test_contrasts_are_means_and_slopes_over_whole_checkpoints() -> None:
     assert float(by_name["int4: R3 - none"]["p_holm"]) >= float(by_name["int4: R3 - none"]["p"])
     summary = oracle.summary(cells)
     assert {row["arm"] for row in summary} == set(ARMS)
+    assert {row["pooled"] for row in summary} == {0.5}
+    uneven = [{"square": 1.0, "along": 1.0}, {"square": 0.25, "along": 0.0}]
+    assert oracle.pooled(uneven) == pytest.approx(0.5 / math.sqrt(0.625))
+    assert math.isnan(oracle.pooled([{"square": -0.1, "along": 0.0}]))
     assert "int4" in oracle.draw(summary)
