@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ from routing.record.sources import Record, Recorded, RouteSource
 
 TOKENIZER = character_tokenizer()
 ID_OF: Mapping[str, int] = TOKENIZER.get_vocab()
+
+
+class Problem(Protocol):
+    """A prompt with its answer."""
+
+    @property
+    def prompt(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,8 @@ def problems(num: int, seed: str) -> list[ArithmeticProblem]:
 
 
 @torch.no_grad()
-def sample(causal: Any, asked: Sequence[ArithmeticProblem], group: int, max_new: int, seed: int) -> Answers:
-    """`group` answers to each problem at temperature 1."""
+def sample(causal: Any, asked: Sequence[Problem], group: int, max_new: int, seed: int) -> Answers:
+    """`group` answers to each problem at temperature 1, to prompts of one length."""
     prompts = torch.tensor([[BOS, *(ID_OF[character] for character in one.prompt)] for one in asked])
     prompts = prompts.repeat_interleave(group, 0)
     draw = torch.Generator().manual_seed(seed)
@@ -96,7 +106,7 @@ def advantages(rewards: Tensor, group: int, columns: int) -> Tensor:
     return (of_prompt - others).reshape(-1, 1).expand(-1, columns)
 
 
-def _solved(problem: ArithmeticProblem, row: list[int]) -> bool:
+def _solved(problem: Problem, row: list[int]) -> bool:
     text = TOKENIZER.decode(row[: row.index(EOS)]) if EOS in row else ""
     return "#" in text and text.rpartition("#")[2] == problem.answer
 

@@ -32,6 +32,9 @@ GREEDY = Figure("greedy", ("eval/accuracy",))
 UNROUNDED = Figure("unrounded", ("eval/avg_at_1",), by="sglang")
 EXPORTED = Figure("exported", ("eval/avg_at_1",), by="learner")
 """The policy that a run leaves, with its own routes and without noise or rounding. `SAMPLED` is the engine's."""
+OCTAVES = ("two", "four", "eight", "sixteen")
+"""Held-out sets by the least number of addends."""
+EXPORTED_LONGEST = Figure("exported_longest", ("eval/sixteen/avg_at_1",), by="learner")
 TOTAL_K3 = Figure("total_k3", ("total/k3_kl",))
 ENGINE_K3 = Figure("engine_k3", ("engine/k3_kl",))
 NATIVE_K3 = Figure("native_k3", ("probe/native_k3_kl",))
@@ -120,6 +123,13 @@ SUITES: Mapping[str, Suite] = {
         against={"float32": (), "rounded": ("rounded_R3", "each_push", "fixed"), "fixed": ("each_push",)},
         compared=(EXPORTED, SAMPLED, GREEDY, REWARD, ENGINE_K3),
         beside=(NATIVE_K3, REPLAYED_K3, GRAD_NORM),
+    ),
+    "answer_length": Suite(
+        "Held-out success on the longest octave after the last step",
+        late=81,
+        against={"none": (), "random": (), "random_profile": ("TRM_Max",)},
+        compared=(*(Figure(octave, (f"eval/{octave}/avg_at_1",)) for octave in reversed(OCTAVES)), EXPORTED_LONGEST),
+        beside=(REWARD, TOTAL_K3, GRAD_NORM),
     ),
     "losses": Suite(
         "Held-out success of sampled answers, by loss and age of the samples",
