@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,10 @@ import pytest
 import torch
 
 from benchmarks.evidence import gradient_oracle as oracle
-from benchmarks.evidence.oracle_answers import advantages, engines, problems, sample, served
+from benchmarks.evidence.oracle_answers import TOKENIZER, advantages, engines, problems, sample, served
 from benchmarks.evidence.oracle_arms import ARMS, MASKS, RANDOM, REJECTED, gradients, on_policy, policy_gradient
 from benchmarks.evidence.split_half import Halves, cosine, holm, inner, progress_share, student_p
-from moe_trm.models.tiny.checkpoint import EOS, TinyShape, tiny_model
+from moe_trm.models.tiny.checkpoint import EOS, TinyShape, save, tiny_model
 
 SHAPE = TinyShape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_ffn=16)
 
@@ -145,6 +147,34 @@ def test_the_control_on_policy_is_one(causal: Any, monkeypatch: pytest.MonkeyPat
         for n in (0, 1, 1)
     ]
     assert oracle.control(cells)[0]["mean"] == 1.5
+
+
+@pytest.mark.usefixtures("small")
+def test_it_goes_on_where_it_was_stopped(
+    causal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(_begin: Path, folder: Path, _recipe: object, _steps: int, seed: int) -> None:
+        assert seed == 20
+        save(causal, TOKENIZER, folder)
+
+    kinds = {name: rounding for name, rounding in engines(0.2, 0).items() if name in ("bf16", "noise_each_push")}
+    monkeypatch.setattr(oracle, "engines", lambda _noise, _seed: kinds)
+    monkeypatch.setattr("benchmarks.evidence.start.make", make)
+    cells = tmp_path / "cells.jsonl"
+    oracle.run(0, tmp_path, tmp_path / "checkpoint", cells)
+    lines = cells.read_text().splitlines()
+    assert [(cell["engine"], cell["updates"]) for cell in oracle.read(cells)] == [
+        (name, ahead) for name in (oracle.ON_POLICY, *kinds) for ahead in (0, 2)
+    ]
+    cells.write_text("\n".join(lines[:3]) + "\n")
+    capsys.readouterr()
+    oracle.run(0, tmp_path, tmp_path / "checkpoint", cells)
+    assert len(capsys.readouterr().out.splitlines()) == 3, "three cells were left"
+    again = oracle.read(cells)
+    assert again[3]["arms"]["R3"] == pytest.approx(json.loads(lines[3])["arms"]["R3"], rel=0.02, nan_ok=True)
+    assert set(again[3]["arms"]) == set(ARMS)
+    oracle.run(0, tmp_path, tmp_path / "nothing", cells)
+    assert len(oracle.read(cells)) == 6
 
 
 @pytest.mark.usefixtures("small")
