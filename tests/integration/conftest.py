@@ -12,10 +12,14 @@ import torch
 
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.learner.megatron.cpu_shim import define_stash
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.tools.quickstart.warmup import warm_up
 from tests.integration.jobs import BRIEF, write_config
+
+# Some tests import parts of Megatron-Core themselves.
+define_stash()
 
 VOCAB_SIZE = 250
 """No multiple of 64: the engine pads its embedding."""

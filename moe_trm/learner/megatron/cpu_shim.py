@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 from moe_trm.errors import ConfigError
 
 _CPU = torch.device("cpu")
+STASH = "megatron.core.transformer.moe.ops.paged_stash"
+"""Megatron-Core's module of kernels that keep activations in pages."""
 
 
 def install() -> None:
@@ -53,6 +56,7 @@ def import_uncompiled() -> None:
     """
     if torch.cuda.is_available():
         return
+    define_stash()
     compiling = torch.compile
     torch.compile = _as_written  # type: ignore[assignment]
     try:
@@ -60,6 +64,17 @@ def import_uncompiled() -> None:
             import_module(f"megatron.core.{name}")
     finally:
         torch.compile = compiling
+
+
+def define_stash() -> None:
+    """Let Megatron-Core 0.19 be imported without triton, which it does not declare among its requirements."""
+    if find_spec("triton") is not None:
+        return
+    # transformer/moe/ops/paged_stash.py:4 imports triton, for two kernels of a setting that is off
+    # (`moe_paged_stash`); transformer/moe/paged_stash.py:12 imports these names from it.
+    stash = ModuleType(STASH)
+    stash.__dict__.update(GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+    sys.modules.setdefault(STASH, stash)
 
 
 def _as_written(function: Callable[..., Any] | None = None, **_kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from moe_trm.learner.megatron.cpu_attention import CausalAttention, CausalSinkAttention
 from moe_trm.learner.megatron.cpu_experts import GroupedExperts
 from moe_trm.learner.megatron.exact import FixedAttention
+from moe_trm.learner.megatron.specs import submodules_of, with_module
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -52,7 +53,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     if num_experts:
-        spec.submodules.mlp.submodules.experts.module = GroupedExperts
+        layer = submodules_of(spec.submodules.mlp)
+        layer.experts = with_module(layer.experts, GroupedExperts)
     attention = spec.submodules.self_attention.submodules
     if config.batch_invariant_mode:
         attention.core_attention = FixedAttention

@@ -11,6 +11,8 @@ from typing import Any
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from moe_trm.learner.megatron.specs import submodules_of
+
 
 class ExpertOutput(RowParallelLinear):  # type: ignore[misc]
     """Last matrix and bias of an expert that is whole on its rank, without the sum over one rank.
@@ -27,4 +29,5 @@ class ExpertOutput(RowParallelLinear):  # type: ignore[misc]
 def use_expert_biases(block: TransformerBlockSubmodules) -> None:
     """Put it into every MoE layer of a block specification of local layers."""
     for layer in block.layer_specs:
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+        experts = submodules_of(layer.submodules.mlp).experts
+        submodules_of(experts).linear_fc2 = ExpertOutput

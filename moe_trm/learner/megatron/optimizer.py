@@ -141,7 +141,7 @@ class MegatronGuardedOptimizer(Steps):
             return float(self.megatron.get_grad_norm())
         total = 0.0
         for part in self._parts:
-            own = part.get_main_grads_for_grad_norm()
+            own = _counted_gradients(part)
             norms = torch.stack(torch._foreach_norm(own)) if own else torch.zeros(1)
             square = norms.double().square().sum()
             if (group := part.get_grad_stats_parallel_group()).size() > 1:
@@ -167,8 +167,7 @@ class MegatronGuardedOptimizer(Steps):
         total, start = 0.0, 0
         for part in self._parts:
             own = _main_gradients(part)
-            # As in its gradient norm: of a tensor that several ranks hold, one counts.
-            once = part.get_main_grads_for_grad_norm()
+            once = _counted_gradients(part)
             counted = {gradient.data_ptr() for gradient in once if gradient.numel()}
             sums = [
                 torch.dot(left[start + place].flatten(), right[start + place].flatten()).double()
@@ -199,6 +198,14 @@ def _fuse(optimizer: torch.optim.Optimizer | None) -> None:
     for group in optimizer.param_groups:
         if all(parameter.device.type == "cpu" for parameter in group["params"]):
             group["fused"] = True
+
+
+def _counted_gradients(part: MegatronOptimizer) -> list[Tensor]:
+    """Those of this rank that count in the norm of the whole model: of a tensor that several ranks hold, one does."""
+    # Its name up to Megatron-Core 0.18 is the second.
+    gradients = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
+    counted: list[Tensor] = gradients()
+    return counted
 
 
 def _main_gradients(part: MegatronOptimizer) -> list[Tensor]:
