@@ -6,8 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-import torch
-
+from launch.start.cuda import cuda_problem
 from moe_trm.config.schema import CheckpointConfig, RecordConfig, RolloutConfig, SyncConfig, TaskConfig
 from moe_trm.errors import ConfigError, refuse_together
 from moe_trm.rollout.servers.port import held_port
@@ -52,11 +51,11 @@ def _port(rollout: RolloutConfig) -> None:
 
 
 def _device(rollout: RolloutConfig) -> None:
-    if rollout.server.device == "cuda" and not torch.cuda.is_available():
+    if rollout.server.device == "cuda" and (problem := cuda_problem()):
         raise ConfigError(
             "this machine has no CUDA device for the rollout server",
             where="config key rollout.server.device",
-            got="cuda",
+            got=f"cuda; {problem}",
             expected="auto or cpu",
             fix="Leave it at auto. Where there is a GPU, look at nvidia-smi, CUDA_VISIBLE_DEVICES and torch's build.",
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from launch.start.cuda import check_gpus
 from launch.start.dry_run import try_task
 from launch.start.places import check_folders, check_prompts, check_server
 from moe_trm.config import load_with_choices
@@ -24,7 +25,7 @@ from moe_trm.learner.checkpoint.resumption import folder_of
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
-from moe_trm.learner.megatron.layers import layers_here, transformer_engine_imports
+from moe_trm.learner.megatron.layers import layers_here, transformer_engine_problem
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.models.registry import keeps_packs_apart
@@ -51,7 +52,7 @@ def _settled_here(config: Config) -> tuple[Config, tuple[Choice, ...], list[Prob
     settled, choices = settle_here(
         config,
         cuda=torch.cuda.is_available(),
-        transformer_engine=transformer_engine_imports,
+        problem=transformer_engine_problem,
         known_model=lambda: _packs(config.model.checkpoint),
         layout_so_far=lambda: _layout_so_far(config.checkpoint, Path(config.run_dir) / config.name),
     )
@@ -95,13 +96,14 @@ def check_launch(
 ) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
-    The checks cover files and folders, the checkpoint's config.json, tokenizer and tensor names, and whether the
-    learner can train that model (Megatron-Core: in this layout). They also cover the names and thresholds of
-    corrections and loss, the checkpoint to go on from, and another run's recording in the way. `restarted`: these ranks
-    replace some of the same run that died. `server`: further checks, told with the first.
+    The checks cover the machine's GPUs, files, folders, the checkpoint's config.json, tokenizer and tensor names, and
+    whether the learner can train that model (Megatron-Core: in this layout). They also cover the names and thresholds
+    of corrections and loss, the checkpoint to go on from, and another run's recording in the way. `restarted`: these
+    ranks replace some of the same run that died. `server`: further checks, told with the first.
     """
     refuse_together(
         lambda: read_hf_config(config.model.checkpoint),
+        check_gpus,
         lambda: check_prompts(config.task),
         lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
         *server,
@@ -134,7 +136,7 @@ def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
         check_model(config, hf_config)
     else:
         check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
-        layers_here(config.learner)
+        layers_here(config.learner, hf_config)
     if config.rollout.traits.has_servers:
         backend_of(config.rollout.engine).check(Served.of(config))
     return hf_config

@@ -72,7 +72,7 @@ def settle_here(
     config: Config,
     *,
     cuda: bool,
-    transformer_engine: Callable[[], bool],
+    problem: Callable[[], str],
     known_model: Callable[[], bool] = lambda: True,
     layout_so_far: Callable[[], str | None] = lambda: None,
 ) -> tuple[Config, tuple[Choice, ...]]:
@@ -82,14 +82,15 @@ def settle_here(
 
     Args:
         cuda: whether this machine has a device.
-        transformer_engine: whether Transformer Engine can be imported; asked only where that decides, like the others.
+        problem: why Transformer Engine cannot be used, empty where it can; asked only where that decides, like the
+            others.
         known_model: whether the checkpoint is of a family in `moe_trm.models`.
         layout_so_far: `batch.layout` of the checkpoint that the run goes on from, None where it begins anew.
     """
     choices = []
     learner, rollout, batch = config.learner, config.rollout, config.batch
     if learner.transformer_engine == "auto" and learner.backend == "megatron":
-        switch, reason = layers_switch(learner, cuda=cuda, transformer_engine=transformer_engine)
+        switch, reason = layers_switch(learner, cuda=cuda, problem=problem)
         choices.append(Choice("learner.transformer_engine", switch, reason))
         learner = learner.model_copy(update={"transformer_engine": switch})
     if batch.layout == "auto":
@@ -185,7 +186,7 @@ def wants_routes(config: Config) -> bool:
 
 
 def layers_switch(
-    learner: LearnerConfig, *, cuda: bool, transformer_engine: Callable[[], bool]
+    learner: LearnerConfig, *, cuda: bool, problem: Callable[[], str]
 ) -> tuple[Literal["on", "off"], str]:
     """`on` where Megatron's layers are Transformer Engine's, else `off`, and why. Arguments as of `settle_here`."""
     if learner.transformer_engine != "auto":
@@ -194,8 +195,8 @@ def layers_switch(
         return "off", "no CUDA device"
     if learner.lora.rank:
         return "off", "adapters (learner.lora) are merged into Megatron's own layers"
-    if not transformer_engine():
-        return "off", "transformer_engine.pytorch does not import"
+    if why := problem():
+        return "off", why
     return "on", "there are CUDA and a working Transformer Engine"
 
 

@@ -56,7 +56,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     check_tensors(checkpoint, hf)
     wanted = wanted_adapters(config.learner, config.seed, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
-    layers, packed = layers_here(config.learner), config.batch.layout == "packed"
+    layers, packed = layers_here(config.learner, hf), config.batch.layout == "packed"
     if packed:
         check_packed(layers, hf)
     device = _start_process_group()

@@ -32,7 +32,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     from moe_trm.learner.megatron import fp8, schedule
     from moe_trm.learner.megatron.packed import packed_parameters
 
-    patch.setattr(learner_build, "layers_here", lambda _learner: "transformer_engine")
+    patch.setattr(learner_build, "layers_here", lambda *_: "transformer_engine")
     # Rows are padded as 8-bit products need it, which must change nothing.
     patch.setattr(fp8, "alignment", lambda _learner: 16)
     # On a CPU packs have no starts of sequences.

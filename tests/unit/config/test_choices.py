@@ -165,24 +165,25 @@ def test_routes_are_wanted_by_what_auto_became_or_by_the_probe(file: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("cuda", "installed", "switch", "device"),
-    [(False, True, "off", "cpu"), (True, False, "off", "cuda"), (True, True, "on", "cuda")],
+    ("cuda", "problem", "switch", "device"),
+    [(False, "", "off", "cpu"), (True, "no library", "off", "cuda"), (True, "", "on", "cuda")],
 )
-def test_the_machine_decides_layers_and_device(cuda: bool, installed: bool, switch: str, device: str) -> None:
-    settled, choices = settle_here(config(), cuda=cuda, transformer_engine=lambda: installed)
+def test_the_machine_decides_layers_and_device(cuda: bool, problem: str, switch: str, device: str) -> None:
+    settled, choices = settle_here(config(), cuda=cuda, problem=lambda: problem)
     assert (settled.learner.transformer_engine, settled.rollout.server.device) == (switch, device)
     assert {choice.key: choice.value for choice in choices} == {
         "learner.transformer_engine": switch,
         "rollout.server.device": device,
     }
-    assert settle_here(settled, cuda=not cuda, transformer_engine=lambda: not installed) == (settled, ())
+    assert any(choice.reason == "no library" for choice in choices) is bool(problem)
+    assert settle_here(settled, cuda=not cuda, problem=lambda: "another") == (settled, ())
 
 
 def test_a_machine_decides_nothing_for_engines_that_are_not_its_own() -> None:
     attached = config(rollout={"url": "http://127.0.0.1:1"}, learner={"backend": "deepspeed"})
-    assert settle_here(attached, cuda=True, transformer_engine=lambda: True) == (attached, ())
+    assert settle_here(attached, cuda=True, problem=lambda: "") == (attached, ())
     recorded = config(rollout={"engine": "bundle", "bundle": "b"}, learner={"transformer_engine": "off"})
-    assert settle_here(recorded, cuda=True, transformer_engine=lambda: True) == (recorded, ())
+    assert settle_here(recorded, cuda=True, problem=lambda: "") == (recorded, ())
 
 
 @pytest.mark.parametrize(
@@ -200,12 +201,12 @@ def test_rows_are_packed_where_packs_were_proved(
     learner: dict[str, str], cuda: bool, known: bool, layout: str, said: str
 ) -> None:
     given = config(learner=learner, batch={"layout": "auto"})
-    settled, choices = settle_here(given, cuda=cuda, transformer_engine=lambda: True, known_model=lambda: known)
+    settled, choices = settle_here(given, cuda=cuda, problem=lambda: "", known_model=lambda: known)
     assert settled.batch.layout == layout
     [choice] = [choice for choice in choices if choice.key == "batch.layout"]
     assert (choice.value, said in choice.reason) == (layout, True)
     asked = config(learner=learner, batch={"layout": "padded"})
-    assert settle_here(asked, cuda=False, transformer_engine=lambda: False)[0].batch.layout == "padded"
+    assert settle_here(asked, cuda=False, problem=lambda: "no library")[0].batch.layout == "padded"
 
 
 def test_a_launch_packs_rows_of_a_model_that_deepspeed_and_we_know(
@@ -281,7 +282,7 @@ def test_what_the_machine_decides_is_judged_by_the_same_rules(
         load_here(str(file), overrides)
     assert [problem.key for problem in it.value.problems] == [key]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("launch.start.preflight.transformer_engine_imports", lambda: True)
+    monkeypatch.setattr("launch.start.preflight.transformer_engine_problem", lambda: "")
     assert {choice.key for choice in load_here(str(file), overrides)[1]} == {
         "replay.mode",
         "sampling_mask.mode",

@@ -132,8 +132,6 @@ def test_idle_settings_and_what_is_not_measured() -> None:
 
 def test_adapters_choose_megatrons_own_layers() -> None:
     for rank, expected in ((0, "on"), (4, "off")):
-        switch, reason = layers_switch(
-            LearnerConfig(lora=LoraConfig(rank=rank)), cuda=True, transformer_engine=lambda: True
-        )
+        switch, reason = layers_switch(LearnerConfig(lora=LoraConfig(rank=rank)), cuda=True, problem=lambda: "")
         assert switch == expected
         assert ("adapters" in reason) == bool(rank)
