@@ -1,20 +1,18 @@
 """The conclusion of several runs: each measure of each configuration, the differences, and how sure they are.
 
 Runs whose settings differ only by seed are one configuration. With two seeds or more on both sides a difference has a
-95% interval (Welch's t, with the smaller of both degrees of freedom, which makes it no narrower). With one seed it has
-none, and the sentence says so.
+95% interval (Welch's). With one seed it has none, and the sentence says so.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, variance
+from statistics import mean
 from typing import Any
 
 from moe_trm.config.flat import as_yaml, flatten
-from moe_trm.observe.report.intervals import around_mean, t_quantile
+from moe_trm.observe.report.intervals import around_mean, welch
 from moe_trm.observe.report.scale import short
 from moe_trm.run_folder.run import Run
 
@@ -160,13 +158,7 @@ def _difference(
     measure: Measure, when: str, first: Configuration, other: Configuration, value: Callable[[Run], float]
 ) -> Difference:
     sides = [_by_seed(each.runs, value) for each in (first, other)]
-    interval = None
-    if all(len(values) > 1 for values in sides):
-        error = math.sqrt(sum(variance(values) / len(values) for values in sides))
-        reach = t_quantile(min(len(values) for values in sides) - 1) * error
-        delta = mean(sides[1]) - mean(sides[0])
-        interval = (delta - reach, delta + reach)
-    return Difference(measure, when, first, other, mean(sides[0]), mean(sides[1]), interval)
+    return Difference(measure, when, first, other, mean(sides[0]), mean(sides[1]), welch(*sides))
 
 
 def _by_seed(runs: Sequence[Run], value: Callable[[Run], float]) -> list[float]:

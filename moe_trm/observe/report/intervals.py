@@ -16,6 +16,8 @@ from statistics import mean, variance
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom; after the last, the last."""
+NORMAL_95 = 1.96
+"""Two-sided 95% quantile of the normal distribution."""
 MOST_RESAMPLED_EXACTLY = 9
 """Values of which every resample is counted; of more, `RESAMPLES` are drawn."""
 MOST_FLIPPED_EXACTLY = 14
@@ -35,6 +37,38 @@ def around_mean(values: Sequence[float]) -> Interval | None:
         return None
     reach = t_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
     return mean(values) - reach, mean(values) + reach
+
+
+def welch(first: Sequence[float], other: Sequence[float]) -> Interval | None:
+    """95% interval of `mean(other) - mean(first)` of values that are not paired; None where a side has fewer than two.
+
+    With v = s^2 / n of each side, degrees of freedom (v1 + v2)^2 / (v1^2 / (n1 - 1) + v2^2 / (n2 - 1)), rounded down.
+    Source: Welch 1947, Satterthwaite 1946.
+    """
+    if min(len(first), len(other)) < 2:
+        return None
+    parts = [(variance(values) / len(values), len(values) - 1) for values in (first, other)]
+    error = sum(part for part, _ in parts)
+    degrees = error**2 / sum(part**2 / free for part, free in parts) if error else len(first) + len(other) - 2
+    reach = t_quantile(int(degrees + 1e-9)) * math.sqrt(error)
+    difference = mean(other) - mean(first)
+    return difference - reach, difference + reach
+
+
+def binomial_reach(pairs: Sequence[tuple[float, float]], answers: int) -> float:
+    """Half of the narrowest honest 95% interval of a mean difference of shares of right answers.
+
+    A share p of `answers` answers has the variance p (1 - p) / answers, so the mean of k differences has at least
+    1.96 sqrt(sum(p (1 - p) + q (1 - q)) / answers) / k, if answers to the same prompt are independent. An interval over
+    few seeds can be narrower by luck.
+    """
+    spread = sum(share * (1 - share) for pair in pairs for share in pair) / answers
+    return NORMAL_95 * math.sqrt(spread) / len(pairs)
+
+
+def repetition_noise(pairs: Sequence[tuple[float, float]]) -> float:
+    """Standard deviation of a run around others of the same settings and seed: sqrt(sum d^2 / 2 k) of k pairs."""
+    return math.sqrt(math.fsum((second - first) ** 2 for first, second in pairs) / (2 * len(pairs)))
 
 
 def bootstrap(values: Sequence[float]) -> Interval:

@@ -21,13 +21,16 @@ class Arm:
     """An arm's finished runs by seed, the states of all its runs, and by who answered the evaluations of each finished
     run.
 
-    Failed and unfinished runs are in no figure, and are counted beside it.
+    Failed and unfinished runs are in no figure, and are counted beside it. Runs that repeat a seed (`repetitions`, and
+    `again`, their states) are in none of its means.
     """
 
     name: str
     runs: Mapping[int, Run]
     states: tuple[RunState, ...]
     evaluations: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
+    repetitions: Mapping[int, Run] = field(default_factory=dict)
+    again: tuple[RunState, ...] = ()
 
     @property
     def failed(self) -> tuple[RunState, ...]:
@@ -93,13 +96,18 @@ def read_arms(plan: ExperimentPlan, states: States) -> list[Arm]:
     """Every arm of the plan, in its order. Raises `RunError` for a finished run whose files are gone."""
     arms = []
     for name in plan.file.arms:
-        own = tuple(state for state in states if state.arm == name)
-        runs = {state.seed: read_run(plan.folder / state.run) for state in own if state.state == "finished"}
+        own, again = (
+            tuple(state for state in states if state.arm == name and state.again is second) for second in (False, True)
+        )
+        runs, repetitions = (
+            {state.seed: read_run(plan.folder / state.run) for state in part if state.state == "finished"}
+            for part in (own, again)
+        )
         evaluations: dict[str, list[Mapping[str, float]]] = {
             by: [_evaluation(result_of(plan, state.run, by)) for state in own if state.state == "finished"]
             for by in plan.file.evaluations
         }
-        arms.append(Arm(name, runs, own, evaluations))
+        arms.append(Arm(name, runs, own, evaluations, repetitions, again))
     return arms
 
 

@@ -106,7 +106,7 @@ def run_experiment(
         written = page.write(plan, arms, about(plan, states), states.fixed.changes)
     print("\n".join(page.summary(plan, arms)))
     print(f"page: {written[0]}\ntable: {written[1]}", flush=True)
-    return 128 + asked if asked else int(any(arm.failed for arm in arms))
+    return 128 + asked if asked else int(any(state.state == "failed" for state in states))
 
 
 def _run(
@@ -127,8 +127,10 @@ def _run(
 def described(plan: ExperimentPlan, states: States, jobs: int) -> list[str]:
     """The plan, for the user to decide whether to start it."""
     file = plan.file
+    repeated = f" and {len(file.repeated_seeds)} repeated" if file.repeated_seeds else ""
     lines = [
-        f"{file.name}: {len(file.arms)} arms x {len(file.seeds)} seeds = {len(plan.runs)} runs of {file.steps} steps, "
+        f"{file.name}: {len(file.arms)} arms x {len(file.seeds)} seeds{repeated} = {len(plan.runs)} runs of "
+        f"{file.steps} steps, "
         f"{jobs} at a time, into {plan.folder}",
         f"base: {file.base}",
         f"primary metric: {file.primary_metric}, every arm against {file.against}",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from moe_trm.observe.report.conclusion import MEASURES, Measure, reader
-from moe_trm.observe.report.intervals import PairedDifference, paired
+from moe_trm.observe.report.intervals import Interval, PairedDifference, binomial_reach, paired, welch
 from moe_trm.observe.report.scale import short
+from moe_trm.run_folder.run import Run
 from moe_trm.tools.experiment.arms import Arm
 from moe_trm.tools.experiment.primary import measure_of
 
+SHARE = re.compile(r"(eval/(?:[^/]+/)?)(?:accuracy|pass_at_\d+|avg_at_(\d+))")
+"""Evaluations that are a share of right answers; those of `avg_at_K` are of K answers to each prompt."""
 LEAST_PAIRS = 3
 """Seeds that both arms need before anything is claimed."""
 
@@ -23,6 +27,7 @@ class Comparison:
     Attributes:
         when: the steps whose values are compared.
         pairs: by seed that both have finished, the baseline's value and the arm's.
+        answers: of which each value is the share of right ones; None where it is no such share.
     """
 
     measure: Measure
@@ -30,6 +35,26 @@ class Comparison:
     first: Arm
     other: Arm
     pairs: tuple[tuple[int, float, float], ...]
+    answers: int | None = None
+
+    @property
+    def unpaired(self) -> Interval | None:
+        """Welch's 95% interval of the same runs: right where a seed makes no two runs alike."""
+        return welch([first for _, first, _ in self.pairs], [other for _, _, other in self.pairs])
+
+    @property
+    def doubt(self) -> str:
+        """A clause on an interval that is narrower than the answers of the evaluation allow; empty for any other."""
+        interval = self.difference.interval
+        if self.answers is None or interval is None:
+            return ""
+        least = binomial_reach([(first, other) for _, first, other in self.pairs], self.answers)
+        if (interval[1] - interval[0]) / 2 >= least:
+            return ""
+        return (
+            f"WARNING: the interval is narrower than {self.answers} answers of a run allow by themselves "
+            f"(+-{short(least)}), so a few seeds agree by luck"
+        )
 
     @property
     def difference(self) -> PairedDifference:
@@ -51,6 +76,7 @@ class Comparison:
             if arm.failed
         ]
         apart = f", of the finished runs alone: {' and '.join(failed)} failed" if failed else ""
+        apart += f"; {self.doubt}" if self.doubt else ""
         if self.difference.holds_zero:
             return f"not shown: the interval holds 0{apart}"
         higher = self.other.name if self.difference.mean > 0 else self.first.name
@@ -105,6 +131,14 @@ def _comparison(measure: Measure, first: Arm, other: Arm) -> Comparison | None:
     if read is None:
         return None
     when, value = read
-    return Comparison(
-        measure, when, first, other, tuple((seed, value(first.runs[seed]), value(other.runs[seed])) for seed in seeds)
-    )
+    pairs = tuple((seed, value(first.runs[seed]), value(other.runs[seed])) for seed in seeds)
+    return Comparison(measure, when, first, other, pairs, answers_of(runs, measure.metric))
+
+
+def answers_of(runs: Sequence[Run], metric: str) -> int | None:
+    """Held-out answers of which `metric` is the share of right ones, in the smallest evaluation; None for others."""
+    share = SHARE.fullmatch(metric)
+    if share is None:
+        return None
+    counts = [count for run in runs for _, count in run.series(f"{share[1]}prompts")[-1:] if count is not None]
+    return int(min(counts)) * int(share[2] or 1) if counts and len(counts) == len(runs) else None

@@ -36,6 +36,9 @@ class ExperimentFile(Section):
     """The arm that the others are compared with; none: the first."""
     seeds: tuple[Count, ...]
     """Every arm runs with each of them; differences are taken between runs of the same seed."""
+    repeated_seeds: tuple[Count, ...] = ()
+    """Seeds that the baseline runs a second time. The second run is in no difference: it shows how far runs of the same
+    settings and seed are from each other."""
     steps: Positive
     """Training steps of each run."""
     primary_metric: str
@@ -115,6 +118,13 @@ def _contradictions(file: ExperimentFile) -> Iterator[Problem]:
             "a seed that is given twice is no second observation",
             got=f"{', '.join(map(str, twice))} more than once",
             expected="different seeds",
+        )
+    if len(set(file.repeated_seeds)) < len(file.repeated_seeds) or set(file.repeated_seeds) - set(file.seeds):
+        yield Problem(
+            "repeated_seeds",
+            "each is a seed of the experiment that the baseline runs once more",
+            got=", ".join(map(str, file.repeated_seeds)),
+            expected=f"different ones of {', '.join(map(str, file.seeds))}",
         )
     if len(set(file.evaluations)) < len(file.evaluations):
         yield Problem("evaluations", "given twice", got=", ".join(file.evaluations), expected=f"{DEFAULT}, {LEARNER}")

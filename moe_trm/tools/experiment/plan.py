@@ -39,17 +39,18 @@ Check = Callable[[Config, int], None]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: an arm with a seed."""
+    """One run: an arm with a seed. `again`: a second run of the baseline with this seed (`repeated_seeds`)."""
 
     arm: str
     seed: int
     overrides: tuple[str, ...]
     server: str | None = None
     """Address of a server that all runs share; none: the run starts its own."""
+    again: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-seed{self.seed}"
+        return f"{self.arm}-seed{self.seed}{'-again' if self.again else ''}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class ExperimentPlan:
     def settings(self) -> dict[str, Any]:
         """Everything that decides about the outcome, by dotted key; places are no part of it."""
         arms = {arm: _apart_from_place(config.dump()) for arm, config in self.configs.items()}
-        file = self.file.model_dump(mode="json", exclude=PLACES)
+        # Experiments that began before there was this key have no such seeds.
+        absent = set() if self.file.repeated_seeds else {"repeated_seeds"}
+        file = self.file.model_dump(mode="json", exclude=PLACES | absent)
         flat = flatten({**file, "baseline": self.file.against, "order": list(arms)})
         return flat | {f"arms.{arm}.{key}": value for arm, flat in arms.items() for key, value in flat.items()}
 
@@ -100,8 +103,7 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
     settings = {arm: config.dump() for arm, config in configs.items()}
     refuse(str(path), [*_shared_places(settings[file.against]), *_same_arms(settings)])
     refuse(str(path), [*_arms(file, configs), *_server(file, configs)])
-    runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
-    return ExperimentPlan(file, folder, runs, configs)
+    return ExperimentPlan(file, folder, tuple(_runs(file, folder)), configs)
 
 
 @contextmanager
@@ -113,8 +115,15 @@ def _naming(arm: str) -> Iterator[None]:
         raise ConfigError(f"arm {arm} is refused: {error}") from error
 
 
-def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int) -> PlannedRun:
-    run = PlannedRun(arm, seed, ())
+def _runs(file: ExperimentFile, folder: Path) -> Iterator[PlannedRun]:
+    for seed in file.seeds:
+        yield from (_planned(file, folder, arm, seed) for arm in file.arms)
+        if seed in file.repeated_seeds:
+            yield _planned(file, folder, file.against, seed, again=True)
+
+
+def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int, *, again: bool = False) -> PlannedRun:
+    run = PlannedRun(arm, seed, (), again=again)
     own = (
         f"name={run.name}",
         f"run_dir={folder}",
@@ -122,7 +131,7 @@ def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int) -> Planned
         f"train.steps={file.steps}",
         "rollout.server.port=0",
     )
-    return PlannedRun(arm, seed, (*file.overrides, *file.arms[arm], *own))
+    return PlannedRun(arm, seed, (*file.overrides, *file.arms[arm], *own), again=again)
 
 
 def _overrides_of_its_own(file: ExperimentFile) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ class RunState(msgspec.Struct, kw_only=True):
         attempts: processes that were started for it.
         trained: its training is done; what is left are evaluations.
         seconds: of all attempts, wall clock; of one that was killed with its experiment, until its last word.
+        again: a second run of the baseline with this seed.
         steps: in its `metrics.jsonl`.
         started_unix_s: begin of the last attempt.
         code: version and commit of this package in the last attempt; empty where an older one did not say.
@@ -40,6 +41,7 @@ class RunState(msgspec.Struct, kw_only=True):
     run: str
     arm: str
     seed: int
+    again: bool = False
     state: State = "waiting"
     reason: str = ""
     exit_status: int | None = None
@@ -64,7 +66,8 @@ class States:
 
     def __init__(self, plan: ExperimentPlan) -> None:
         self._path = plan.folder / STATES
-        self._states = {run.name: RunState(run=run.name, arm=run.arm, seed=run.seed) for run in plan.runs}
+        planned = {run.name: RunState(run=run.name, arm=run.arm, seed=run.seed, again=run.again) for run in plan.runs}
+        self._states = planned
         settings = plan.folder / SETTINGS
         saved = settings.read_bytes() if settings.is_file() else None
         if saved is not None:

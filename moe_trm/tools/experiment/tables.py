@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from moe_trm.config.flat import as_yaml
 from moe_trm.observe.report.charts import matching
+from moe_trm.observe.report.conclusion import MEASURES, reader
 from moe_trm.observe.report.html import section, table, text
-from moe_trm.observe.report.intervals import around_mean
+from moe_trm.observe.report.intervals import around_mean, repetition_noise
 from moe_trm.observe.report.scale import short
 from moe_trm.tools.experiment.arms import Arm
 from moe_trm.tools.experiment.comparison import comparisons
 from moe_trm.tools.experiment.fixed import changed_later
 from moe_trm.tools.experiment.plan import ExperimentPlan
+from moe_trm.tools.experiment.primary import measure_of
 
 Metrics = tuple[tuple[str, str], ...]
 
@@ -74,6 +76,7 @@ def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[
     return [
         _matrix(plan, arms),
         _differences(plan, arms),
+        *_repetitions(plan, arms),
         _evaluation(plan, arms),
         _figures("Mismatch", arms, MISMATCH),
         _figures("Kept shares", arms, KEPT),
@@ -110,6 +113,7 @@ def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
             each.when,
             f"{each.other.name} - {each.first.name}",
             each.told,
+            f"[{short(each.unpaired[0])}, {short(each.unpaired[1])}]" if each.unpaired else "none",
             ", ".join(f"{seed}: {short(other - first)}" for seed, first, other in each.pairs),
             short(each.difference.p),
             each.certainty,
@@ -119,11 +123,38 @@ def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
     return Table(
         "Paired differences",
         "Between runs of the same seed; the primary metric comes first. 95% intervals over seeds: the wider of "
-        "Student's and the bootstrap's on each side. p is of the exact sign-flip test, which three seeds cannot bring "
-        "below 0.25. Nothing is corrected for the number of comparisons: of twenty, one interval misleads by chance.",
-        ("measure", "when", "arms", "difference", "by seed", "p", "conclusion"),
+        "Student's and the bootstrap's on each side. Welch's interval takes the same runs as if no seed were shared. p "
+        "is of the exact sign-flip test, which three seeds cannot bring below 0.25. Nothing is corrected for the "
+        "number of comparisons: of twenty, one interval misleads by chance.",
+        ("measure", "when", "arms", "difference", "Welch's interval", "by seed", "p", "conclusion"),
         rows,
     )
+
+
+def _repetitions(plan: ExperimentPlan, arms: Sequence[Arm]) -> Iterator[Table]:
+    """Runs of the baseline that repeat a seed, beside the spread over seeds; nothing where none has finished."""
+    first = next(arm for arm in arms if arm.name == plan.file.against)
+    seeds = sorted(first.runs.keys() & first.repetitions.keys())
+    measures = dict.fromkeys((measure_of(plan.file.primary_metric), *MEASURES))
+    rows = []
+    for measure in measures:
+        read = reader([runs[seed] for runs in (first.runs, first.repetitions) for seed in seeds], measure)
+        if not seeds or read is None:
+            continue
+        pairs = [(read[1](first.runs[seed]), read[1](first.repetitions[seed])) for seed in seeds]
+        whole = reader(list(first.runs.values()), measure)
+        values = [whole[1](run) for run in first.runs.values()] if whole else []
+        by_seed = (f"{seed}: {short(run)}, {short(again)}" for seed, (run, again) in zip(seeds, pairs, strict=True))
+        spread = short(stdev(values)) if len(values) > 1 else NOT_MEASURED
+        rows.append((measure.words, "; ".join(by_seed), short(repetition_noise(pairs)), spread))
+    if rows:
+        yield Table(
+            "Repetition noise",
+            f"{first.name} twice with the same settings and the same seed. Where a repetition is as far as another "
+            "seed, a shared seed makes no two runs alike: read Welch's interval instead of the paired one.",
+            ("measure", "by seed: first run, second run", "deviation of a repetition", "deviation over seeds"),
+            tuple(rows),
+        )
 
 
 def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
@@ -211,7 +242,7 @@ def _runs(arms: Sequence[Arm]) -> Table:
             "; ".join([*([state.reason] if state.reason else []), *(f"before: {why}" for why in state.earlier)]),
         )
         for arm in arms
-        for state in arm.states
+        for state in (*arm.states, *arm.again)
     )
     return Table(
         "Every run",

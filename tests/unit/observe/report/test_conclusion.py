@@ -51,7 +51,7 @@ def test_seeds_of_one_configuration_are_grouped_and_give_an_interval(tmp_path: P
     assert [each.label for each in configurations(runs)] == ["replay.mode=R2 (3 runs)", "replay.mode=R3 (3 runs)"]
     found = differences(runs)[0]
     assert found.delta == pytest.approx(0.6)
-    assert found.interval == pytest.approx((0.6 - 4.303 * 0.081650, 0.6 + 4.303 * 0.081650), abs=1e-4)
+    assert found.interval == pytest.approx((0.6 - 2.776 * 0.081650, 0.6 + 2.776 * 0.081650), abs=1e-4)
     assert "higher in replay.mode=R3 (3 runs): the interval leaves 0 out" in found.sentence
     # The same spread around the same mean shows nothing.
     equal = [a_run(tmp_path / f"equal-{s}", v, seed=s, replay={"mode": "none"}) for s, v in enumerate((0.1, 0.25, 0.3))]

@@ -7,7 +7,15 @@ import math
 import pytest
 
 from moe_trm.observe.report import intervals
-from moe_trm.observe.report.intervals import around_mean, bootstrap, paired, sign_flip_p
+from moe_trm.observe.report.intervals import (
+    around_mean,
+    binomial_reach,
+    bootstrap,
+    paired,
+    repetition_noise,
+    sign_flip_p,
+    welch,
+)
 
 
 def test_the_interval_of_a_mean_is_students() -> None:
@@ -15,6 +23,30 @@ def test_the_interval_of_a_mean_is_students() -> None:
     assert around_mean([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
     assert around_mean([5.0, 5.0]) == (5.0, 5.0)
     assert around_mean([5.0]) is None
+
+
+def test_welch_of_equal_and_of_unequal_spreads() -> None:
+    """1, 2, 3 and 2, 4, 6: v = 1/3 and 4/3, so (5/3)^2 / (1/18 + 16/18) = 2.94, down to 2, and 4.303 sqrt(5/3).
+
+    Of equal spreads 2 + 2 degrees are left: 2.776 sqrt(2/3).
+    """
+    reach = 4.303 * math.sqrt(5 / 3)
+    assert welch([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == pytest.approx((2 - reach, 2 + reach))
+    reach = 2.776 * math.sqrt(2 / 3)
+    assert welch([1.0, 2.0, 3.0], [5.0, 6.0, 7.0]) == pytest.approx((4 - reach, 4 + reach))
+    assert welch([1.0, 1.0], [3.0, 3.0]) == (2.0, 2.0)
+    assert welch([1.0], [2.0, 3.0]) is None
+
+
+def test_answers_alone_leave_a_reach() -> None:
+    """p = q = 1/2 of 100 answers: 1.96 sqrt(0.5 / 100) = 0.1386, and half of it for the mean of four pairs."""
+    assert binomial_reach([(0.5, 0.5)], 100) == pytest.approx(0.138593, abs=1e-6)
+    assert binomial_reach([(0.5, 0.5)] * 4, 100) == pytest.approx(0.069296, abs=1e-6)
+    assert binomial_reach([(0.0, 1.0)], 100) == 0.0
+
+
+def test_repetitions_deviate_by_half_their_squared_difference() -> None:
+    assert repetition_noise([(0.0, 0.2), (0.1, 0.1)]) == pytest.approx(0.1)
 
 
 def test_a_bootstrap_of_three_is_their_range() -> None:

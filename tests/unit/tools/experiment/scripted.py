@@ -39,6 +39,7 @@ print("begins at", done, flush=True)
 for step in range(done, steps + 1):
     row = {"step": step, "time/unix_s": 0.0}
     if step in (0, steps) and "unmeasured" not in told:
+        row["eval/prompts"] = told.get("prompts", 10**6)
         row["eval/accuracy"] = told.get("accuracy", 0.5 + 0.01 * seed) if step else 0.1
     if step:
         row |= {

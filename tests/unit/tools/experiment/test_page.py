@@ -48,10 +48,53 @@ def test_a_difference_that_the_interval_shows(tmp_path: Path) -> None:
     trial = made(tmp_path, {"plain": [0.20, 0.30, 0.40], "better": [0.49, 0.60, 0.71]})
     cells = row(trial, "accuracy of greedy answers (eval/accuracy)")
     assert cells[1:4] == ["After step 3", "better - plain", "+0.3 [0.275, 0.325]"]
-    assert cells[4:] == ["0: 0.29, 1: 0.3, 2: 0.31", "0.25", "higher in better: the interval leaves 0 out"]
+    assert cells[5:] == ["0: 0.29, 1: 0.3, 2: 0.31", "0.25", "higher in better: the interval leaves 0 out"]
     said = (trial.out / "table.md").read_text()
     assert "0.3 in plain, 0.6 in better; paired difference +0.3 [0.275, 0.325] over 3 seeds: higher in better" in said
     assert "| accuracy of greedy answers (eval/accuracy) | 0.3 | 0.6 (+0.3 [0.275, 0.325]) |" in said
+
+
+def test_welch_stands_beside_the_paired_interval(tmp_path: Path) -> None:
+    """Deviations 0.1 and 0.11 of three: error sqrt(0.0221 / 3) = 0.0858, 3.96 degrees of freedom, 3.182 of three."""
+    trial = made(tmp_path, {"plain": [0.20, 0.30, 0.40], "better": [0.49, 0.60, 0.71]})
+    assert row(trial, "accuracy of greedy")[4] == "[0.0269, 0.573]"
+
+
+@pytest.mark.parametrize(("prompts", "warned"), [(256, True), (10_000, False)])
+def test_an_interval_narrower_than_its_answers_allow_is_warned_of(tmp_path: Path, prompts: int, warned: bool) -> None:
+    """Shares of 0.5 and 0.6: (0.25 + 0.24) / 256 per pair, so 1.96 sqrt(3 * 0.001914) / 3 = 0.0495; they say 0.0025."""
+    trial = Scripted(tmp_path)
+    shares = {"none": [0.5, 0.5, 0.5], "R3": [0.6, 0.601, 0.599]}
+    trial.tell(
+        {
+            f"{arm}-seed{seed}": {"accuracy": value, "prompts": prompts}
+            for arm, values in shares.items()
+            for seed, value in enumerate(values)
+        }
+    )
+    trial.run(jobs=4)
+    text = (trial.out / "table.md").read_text()
+    said = "WARNING: the interval is narrower than 256 answers of a run allow by themselves (+-0.0495)"
+    assert (said in text) is warned
+
+
+def test_repeated_seeds_show_the_noise_of_a_repetition_and_are_in_no_mean(tmp_path: Path) -> None:
+    """0.5 and 0.7, 0.51 and 0.51: sqrt((0.04 + 0) / 4) = 0.1. Over seeds 0.5, 0.51, 0.52: 0.01."""
+    trial = Scripted(tmp_path, repeated_seeds=[0, 1])
+    trial.tell({"none-seed0-again": {"accuracy": 0.7}, "none-seed1-again": {"accuracy": 0.51}})
+    assert trial.run(jobs=4) == 0
+    text = (trial.out / "table.md").read_text()
+    assert "| accuracy of greedy answers (eval/accuracy) | 0: 0.5, 0.7; 1: 0.51, 0.51 | 0.1 | 0.01 |" in text
+    assert row(trial, "eval/accuracy")[1] == "0.51 [0.485, 0.535]; 0.5, 0.51, 0.52"
+    assert "none: 3 of 3 runs finished." in text
+    assert row(trial, "none-seed0-again")[1] == "finished"
+    assert trial.run() == 0
+    assert trial.starts("none-seed0-again") == [0], "it goes on where it stopped"
+
+
+def test_without_a_repeated_seed_there_is_no_such_table(tmp_path: Path) -> None:
+    trial = made(tmp_path, {"plain": [0.2, 0.3, 0.4], "other": [0.5, 0.6, 0.7]})
+    assert "Repetition noise" not in (trial.out / "table.md").read_text()
 
 
 def test_pairs_show_what_the_spread_over_seeds_hides(tmp_path: Path) -> None:
@@ -80,8 +123,8 @@ def test_fewer_than_three_seeds_allow_no_claim(tmp_path: Path, seeds: int) -> No
 def test_failures_stand_beside_the_claim_and_their_seed_is_in_no_pair(tmp_path: Path) -> None:
     trial = made(tmp_path, {"plain": [0.2, 0.3, 0.4, 0.5], "better": [0.49, 0.6, None, 0.81]})
     cells = row(trial, "accuracy of greedy")
-    assert cells[4].split(", ")[-1].startswith("3: ")
-    assert "2: " not in cells[4]
+    assert cells[5].split(", ")[-1].startswith("3: ")
+    assert "2: " not in cells[5]
     assert cells[-1].endswith("of the finished runs alone: 1 of 4 runs of better failed")
     assert row(trial, "better-seed2")[1] == "failed"
 

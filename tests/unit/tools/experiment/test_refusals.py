@@ -21,6 +21,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"steps": "many"}, "steps: bad value - got 'many'"),
     ({"steps": 0}, "steps: bad value - got 0"),
     ({"seeds": [0, 1, 0]}, "seeds: a seed that is given twice is no second observation - got 0 more than once"),
+    ({"repeated_seeds": [7]}, "repeated_seeds: each is a seed of the experiment that the baseline runs once more"),
+    ({"repeated_seeds": [0, 0]}, "repeated_seeds: each is a seed of the experiment"),
     ({"seeds": []}, "seeds: there is nothing to run"),
     ({"seeds": [-1]}, "seeds.0: bad value - got -1"),
     ({"seeds": [True]}, "seeds.0: bad value"),
