@@ -6,8 +6,9 @@
     P(g) = <grad J, E g>^2 / (tr Var(g) + |Bias(g)|^2),
 
 but something between the two. Lengths are 64 to 1,024 tokens. The policies are apart by a fixed KL of the token, in a
-random direction. `P` is that of a batch of answers, and given as its share of `P` on policy. The gradient, the bias of
-nothing and the moments of sequence ratios are exact. Other estimators are averages over 4,096 answers.
+random direction or along the sampler's gradient. `P` is that of a batch of answers, and given as its share of `P` on
+policy. The gradient, the bias of nothing and the moments of sequence ratios are exact. Other estimators are averages
+over 4,096 answers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.evidence.chain import at_distance, softmax
+from benchmarks.evidence.chain import DIRECTIONS, at_distance, softmax
 from benchmarks.evidence.estimators import FAMILIES, Answers, exact, moments
 from benchmarks.evidence.tasks import reasoning
 from benchmarks.figure import Panel, document, lines
@@ -34,6 +35,8 @@ BATCHES = (128, 4096)
 RECOVERY = {"a mistake stays": 0.0, "mistakes are made good": 1 / 64}
 NUM_ANSWERS = 4096
 EXTREMES = ("token", "sequence")
+WAYS = ("random", "gradient")
+"""Directions between the policies; the picture has the first."""
 SHOWN = ("no ratio", "token", "token, at most 2", "turn", "prefix, at most 2", "geometric mean", "sequence, at most 2",
          "sequence")  # fmt: skip
 
@@ -46,20 +49,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = list(measure(args.lengths, args.seeds))
     report("Share of the on-policy progress proxy: mean over tasks, and its 95% interval", rows, args.json)
-    print(verdict(rows))
+    for way in WAYS:
+        print(f"{way}: {verdict([row for row in rows if row['direction'] == way])}")
     if args.picture:
         args.picture.write_text(draw(rows, args.lengths), encoding="utf-8")
     return 0
 
 
 def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
-    """One row per task, distance, batch, length and estimator."""
-    for (task, recovery), token_kl, length in itertools.product(RECOVERY.items(), TOKEN_KL, lengths):
-        shares = [shares_of(seed, length, recovery, token_kl) for seed in range(seeds)]
+    """One row per direction, task, distance, batch, length and estimator; its share above token ratios is paired."""
+    for way, (task, recovery), token_kl, length in itertools.product(WAYS, RECOVERY.items(), TOKEN_KL, lengths):
+        shares = [shares_of(seed, length, recovery, token_kl, way) for seed in range(seeds)]
         for batch, name in itertools.product(BATCHES, FAMILIES):
             values = [found[batch, name] for found in shares]
             low, high = paired(values).interval or (float("nan"), float("nan"))
+            gains = [value - found[batch, "token"] for value, found in zip(values, shares, strict=True)]
+            gain_low, gain_high = paired(gains).interval or (float("nan"), float("nan"))
             yield {
+                "direction": way,
                 "task": task,
                 "token_kl": token_kl,
                 "batch": batch,
@@ -68,15 +75,19 @@ def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
                 "share": statistics.fmean(values),
                 "low": low,
                 "high": high,
+                "above_token": statistics.fmean(gains),
+                "above_token_low": gain_low,
+                "above_token_high": gain_high,
             }
 
 
-def shares_of(seed: int, length: int, recovery: float, token_kl: float) -> Mapping[tuple[int, str], float]:
+def shares_of(seed: int, length: int, recovery: float, token_kl: float, way: str) -> Mapping[tuple[int, str], float]:
     """P of every estimator on one task, as a share of P on policy, by batch and name."""
     chain, logits_SV = reasoning(seed, length, recovery=recovery)
     rng = np.random.default_rng(1_000_003 * seed + length)
     mu_SV = softmax(logits_SV)
-    pi_SV = at_distance(chain, logits_SV, rng.normal(size=logits_SV.shape), token_kl)
+    direction_SV = DIRECTIONS[way](chain, mu_SV, rng.normal(size=logits_SV.shape))
+    pi_SV = at_distance(chain, logits_SV, direction_SV, token_kl)
     gradient_SV, on_policy = chain.gradient(pi_SV), exact(chain, pi_SV, pi_SV, 1.0)
     answers = Answers.sample(chain, mu_SV, pi_SV, NUM_ANSWERS, rng)
     found = {}
@@ -115,7 +126,8 @@ def draw(rows: Sequence[Row], lengths: Sequence[int]) -> str:
         parts += panel.frame(f"{task}, KL {token_kl:g} a token", [(share / 4, f"{25 * share}%") for share in range(5)])
         parts += [panel.below(panel.x(place), str(length)) for place, length in enumerate(lengths, start=1)]
         parts.append(panel.below((panel.left + panel.right) / 2, "tokens of an answer", line=1))
-        here = [row for row in rows if (row["task"], row["token_kl"], row["batch"]) == (task, token_kl, BATCHES[0])]
+        shown = (WAYS[0], task, token_kl, BATCHES[0])
+        here = [row for row in rows if (row["direction"], row["task"], row["token_kl"], row["batch"]) == shown]
         parts += lines(
             panel, {name: [float(row["share"]) for row in here if row["estimator"] == name] for name in SHOWN}
         )

@@ -9,7 +9,7 @@ Shape letters: S states, V tokens, T tokens of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +91,14 @@ class Chain:
         """
         weighted_SV = np.einsum("ts,tsa->sa", visits_TS, actions_TSV) * policy_SV
         return np.asarray(weighted_SV - policy_SV * weighted_SV.sum(1, keepdims=True))
+
+    def natural_gradient(self, policy_SV: Array) -> Array:
+        """The gradient times the inverse of Fisher's information of an answer, `[S, V]`: the mean advantage of a token
+        over the visits of its context; 0 where no answer comes.
+        """
+        visits_S = self.visits(policy_SV).sum(0)[:, None]
+        weights_SV = visits_S * policy_SV
+        return np.divide(self.gradient(policy_SV), weights_SV, out=np.zeros_like(weights_SV), where=visits_S > 0)
 
     def surrogate(self, mu_SV: Array, pi_SV: Array) -> float:
         """E_mu[R sum_t (w_t - 1)], the first-order estimate of J(pi) - J(mu)."""
@@ -202,6 +210,15 @@ def softmax(logits_SV: Array) -> Array:
     """Probabilities of each row."""
     raised = np.exp(logits_SV - logits_SV.max(1, keepdims=True))
     return np.asarray(raised / raised.sum(1, keepdims=True))
+
+
+DIRECTIONS: Mapping[str, Callable[[Chain, Array, Array], Array]] = {
+    "random": lambda _chain, _mu_SV, drawn_SV: drawn_SV,
+    "against it": lambda _chain, _mu_SV, drawn_SV: -drawn_SV,
+    "gradient": lambda chain, mu_SV, _drawn_SV: chain.gradient(mu_SV),
+    "natural gradient": lambda chain, mu_SV, _drawn_SV: chain.natural_gradient(mu_SV),
+}
+"""Directions in which a policy leaves its sampler `mu`, of the logits `[S, V]`, by name; `drawn` is a random one."""
 
 
 def at_distance(chain: Chain, logits_SV: Array, direction_SV: Array, token_kl: float) -> Array:

@@ -1,6 +1,7 @@
 """The error of the surrogate against the bounds of trust-region masking, by length, where both are exact.
 
 `python -m benchmarks.evidence.trm_bounds [--seeds N] [--json FILE]`. The error is J(pi) - J(mu) - E_mu[R sum(w - 1)].
+A policy is moved from the sampler in a random direction, against it, along the gradient or along the natural gradient.
 The bounds are those of TRM (arXiv 2512.23075): Pinsker-marginal (theorem 4.4), mixed (4.5) and adaptive (4.6), beside
 the classical one. A bound must never be below the error. How far it is above says what it can guarantee: a step is
 known to improve only when the surrogate exceeds the bound.
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.evidence.chain import Array, Divergence, at_distance, softmax
+from benchmarks.evidence.chain import DIRECTIONS, Array, Divergence, at_distance, softmax
 from benchmarks.evidence.tasks import reasoning
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
@@ -39,11 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
-    """One row per task, distance and length: medians over the seeds, and how often a bound was below the error."""
-    for (task, recovery), token_kl, length in itertools.product(RECOVERY.items(), TOKEN_KL, lengths):
-        found = [_one(seed, length, recovery, token_kl) for seed in range(seeds)]
+    """One row per direction, task, distance and length: medians over the seeds, and counts of seeds.
+
+    `below_error`: bounds below the error. `uphill`: surrogates above 0. `guaranteed`: those above the least bound.
+    `times_error`: the least bound over the error.
+    """
+    cells = itertools.product(DIRECTIONS, RECOVERY.items(), TOKEN_KL, lengths)
+    for direction, (task, recovery), token_kl, length in cells:
+        found = [_one(seed, length, recovery, token_kl, direction) for seed in range(seeds)]
         names = list(found[0][2])
         yield {
+            "direction": direction,
             "task": task,
             "token_kl": token_kl,
             "tokens": length,
@@ -51,15 +58,20 @@ def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
             "error": statistics.median(error for _, error, _ in found),
             **{name: statistics.median(bounds[name] for _, _, bounds in found) for name in names},
             "below_error": sum(bounds[name] < error * (1 - 1e-9) for _, error, bounds in found for name in names),
+            "times_error": statistics.median(min(bounds.values()) / error for _, error, bounds in found),
+            "uphill": sum(gain > 0 for gain, _, _ in found),
             "guaranteed": sum(gain > min(bounds.values()) for gain, _, bounds in found),
         }
 
 
-def _one(seed: int, length: int, recovery: float, token_kl: float) -> tuple[float, float, Mapping[str, float]]:
+def _one(
+    seed: int, length: int, recovery: float, token_kl: float, direction: str
+) -> tuple[float, float, Mapping[str, float]]:
     """The surrogate, the size of its error, and the bounds on that."""
     chain, logits_SV = reasoning(seed, length, recovery=recovery)
     mu_SV = softmax(logits_SV)
-    pi_SV = at_distance(chain, logits_SV, np.random.default_rng(seed).normal(size=logits_SV.shape), token_kl)
+    drawn_SV = np.random.default_rng(seed).normal(size=logits_SV.shape)
+    pi_SV = at_distance(chain, logits_SV, DIRECTIONS[direction](chain, mu_SV, drawn_SV), token_kl)
     surrogate = chain.surrogate(mu_SV, pi_SV)
     error = abs(chain.value(pi_SV) - chain.value(mu_SV) - surrogate)
     return surrogate, error, bounds(Divergence.between(chain, mu_SV, pi_SV))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.evidence.chain import Array, Chain, Divergence, at_distance, softmax
+from benchmarks.evidence.chain import DIRECTIONS, Array, Chain, Divergence, at_distance, softmax
 from benchmarks.evidence.estimators import FAMILIES, Answers, exact, moments
 from benchmarks.evidence.flip_bias import RoutedPolicy, settings, token_bias
 from benchmarks.evidence.lag_tolerance import BATCH, Run, direction, train
@@ -62,6 +62,20 @@ def test_gradient_is_the_derivative_of_the_value() -> None:
         moved[place] += 1e-5
         slope = (chain.value(softmax(moved)) - chain.value(softmax(logits))) / 1e-5
         assert gradient[place] == pytest.approx(slope, abs=1e-5)
+
+
+def test_the_natural_gradient_is_the_gradient_times_the_inverse_of_fishers_information() -> None:
+    """The information of an answer is the sum of score products over all walks; it has no inverse for equal shifts."""
+    chain, mu, _ = small(2)
+    information = sum(
+        chance * np.einsum("ti,tj->ij", flat := scores.reshape(LENGTH, -1), flat)
+        for chance, _, scores, _ in walks(chain, mu, mu)
+    )
+    expected = np.linalg.pinv(information) @ chain.gradient(mu).ravel()
+    direction_SV = chain.natural_gradient(mu)
+    # A shift of all logits of a context changes no policy, and the pseudo-inverse has none.
+    centred = (direction_SV - direction_SV.mean(1, keepdims=True)).ravel()
+    np.testing.assert_allclose(centred, expected, atol=1e-10)
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5, 1 / LENGTH])
@@ -126,11 +140,13 @@ def test_masks_reject_a_tenth() -> None:
 
 @pytest.mark.parametrize("token_kl", [1e-5, 1e-3, 1e-1])
 @pytest.mark.parametrize("recovery", [0.0, 1 / 16])
-def test_no_bound_is_below_the_error(token_kl: float, recovery: float) -> None:
+@pytest.mark.parametrize("way", DIRECTIONS)
+def test_no_bound_is_below_the_error(token_kl: float, recovery: float, way: str) -> None:
     for seed in range(5):
         chain, logits = reasoning(seed, 24, recovery=recovery)
         mu = softmax(logits)
-        pi = at_distance(chain, logits, np.random.default_rng(seed).normal(size=logits.shape), token_kl)
+        drawn = np.random.default_rng(seed).normal(size=logits.shape)
+        pi = at_distance(chain, logits, DIRECTIONS[way](chain, mu, drawn), token_kl)
         assert Divergence.between(chain, mu, pi).token_kl == pytest.approx(token_kl, rel=1e-6)
         error = abs(chain.value(pi) - chain.value(mu) - chain.surrogate(mu, pi))
         for name, bound in bounds(Divergence.between(chain, mu, pi)).items():
