@@ -97,8 +97,8 @@ class Chain:
         over the visits of its context; 0 where no answer comes.
         """
         visits_S = self.visits(policy_SV).sum(0)[:, None]
-        weights_SV = visits_S * policy_SV
-        return np.divide(self.gradient(policy_SV), weights_SV, out=np.zeros_like(weights_SV), where=visits_S > 0)
+        weights_SV = np.where(visits_S > 0, visits_S * policy_SV, np.inf)
+        return np.asarray(self.gradient(policy_SV) / weights_SV)
 
     def surrogate(self, mu_SV: Array, pi_SV: Array) -> float:
         """E_mu[R sum_t (w_t - 1)], the first-order estimate of J(pi) - J(mu)."""
