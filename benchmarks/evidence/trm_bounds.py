@@ -60,6 +60,7 @@ def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
             "below_error": sum(bounds[name] < error * (1 - 1e-9) for _, error, bounds in found for name in names),
             "times_error": statistics.median(min(bounds.values()) / error for _, error, bounds in found),
             "uphill": sum(gain > 0 for gain, _, _ in found),
+            "of": seeds,
             "guaranteed": sum(gain > min(bounds.values()) for gain, _, bounds in found),
         }
 

@@ -33,8 +33,8 @@ COHERENT = 0.02
 ICEPOP_MASKED, MASKED = 0.1, 0.25
 """Shares of tokens that IcePop, and all rules together, may drop."""
 TAIL_BEFORE_A_FALL, TAIL_STEPS = 0.05, 10
-"""Mean share of tokens with a ratio between the engines above 2 or below 1/2, and over how many steps: beyond it,
-rewards fell in docs/evidence.md (it warned of 25 of 35 falls, and falsely in 10 of 77 runs)."""
+"""Mean share of tokens with a ratio between the engines above 2 or below 1/2, and over how many steps. In
+docs/evidence.md it was passed before 25 of 35 falls, and in 10 of the 32 runs at risk that never fell."""
 MASKS_OF_ROWS = tuple(
     name for name, entry in CORRECTIONS.items() if entry.scope == "sequence" and not name.endswith("_tis")
 )
@@ -90,8 +90,8 @@ def before_a_fall(history: Sequence[Seen], found: Verdict) -> Verdict:
         return found
     said = (
         f"{found.sentence} In the mean of {TAIL_STEPS} steps {share:.1%} of the tokens have a ratio between the "
-        f"engines above 2 or below 1/2: beyond {TAIL_BEFORE_A_FALL:.0%}, rewards of a tiny model fell some 40 steps "
-        "later."
+        f"engines above 2 or below 1/2: beyond {TAIL_BEFORE_A_FALL:.0%}, rewards of a tiny model fell later in 25 of "
+        "35 runs."
     )
     return replace(found, sentence=said, evidence={**found.evidence, **pick(history[-1], *parts)})
 

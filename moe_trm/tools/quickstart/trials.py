@@ -140,8 +140,8 @@ def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
         {"run": o.trial.name, "before": o.before, "after": o.after, "seconds": o.seconds, "passed": o.passed}
         for o in outcomes
     ]
-    figures = {"runs": results, "mismatch": {name: asdict(interval) for name, interval in mismatch.items()}}
-    (run_dir / "quickstart.json").write_text(json.dumps(figures, indent=2) + "\n")
+    figures = [{"figure": name, **asdict(interval)} for name, interval in mismatch.items()]
+    (run_dir / "quickstart.json").write_text(json.dumps({"rows": [*results, *figures]}, indent=2) + "\n")
     print(f"\npicture: {picture}")
     print(f"run directories: {', '.join(str(run_dir / o.trial.name) for o in outcomes)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
