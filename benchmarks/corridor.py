@@ -26,17 +26,14 @@ from moe_trm.batch.collate import collate, forwarded_tokens
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.engines import DEFAULT
 from moe_trm.learner.checkpoint.pieces import whole, write_pieces
-from moe_trm.rollout.intake.messages import Parsed, WholeSample
-from moe_trm.rollout.intake.reading import Reading, read
 from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.rollout.servers.question import Question, RequestedFields
+from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.parse import decode_answer
 from moe_trm.runtime import wire
-from moe_trm.runtime.child_messages import Done, pack
-from moe_trm.runtime.shared_blocks import BlockWriter, PlaceReader, SharedFile, place_of
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.rounding import Rounding
-from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, SamplingParams, TrainBatch, TrainRow
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainRow
 from routing import encode
 
 CORRIDOR = Path(__file__).with_suffix(".toml")
@@ -52,7 +49,6 @@ def figures() -> dict[str, Figures]:
     """Every figure, by section."""
     return {
         "answer": of_answer(4096),
-        "rank": of_rank(8, 512),
         "store": of_store(512),
         "batch": of_batch(256),
         "weights": of_weights(1 << 20),
@@ -84,49 +80,23 @@ def limits() -> Corridors:
 
 
 def of_answer(tokens: int) -> Figures:
-    """From the bytes of an answer to its record in shared memory, and what the controller is told."""
+    """From the bytes of an answer to its record."""
     body = answer(PROMPT, tokens - PROMPT)
-    reading = _read(body, 0)
+    record = _read(body, 0)
     peak = min(peak_bytes(lambda: _read(body, 0)) for _ in range(READINGS))
-    head, *buffers = wire.encode(reading.value)
-    file = SharedFile()
-    block = BlockWriter(file.descriptor).write(buffers)
-    size = sum(len(buffer) for buffer in buffers)
-    message = pack(Done(1, Parsed(bytes(head), block, whole=True, retracted=False)))
+    _, *buffers = wire.encode(record)
     routes = len(bytes(decode_answer(body).meta_info.routed_experts)) - 2
     return {
         "wire_bytes_per_token": len(body) / tokens,
         "wire_route_bytes_per_token": routes / (tokens - 1),
-        "record_bytes_per_token": size / tokens,
+        "record_bytes_per_token": sum(len(buffer) for buffer in buffers) / tokens,
         "peak_bytes_per_body_byte": peak / len(body),
-        "shared_bytes_per_record_byte": file.used_bytes / size,
-        "message_bytes": float(len(message)),
-    }
-
-
-def of_rank(rows: int, tokens: int) -> Figures:
-    """A share of a step, as the controller lends it and a rank copies it."""
-    file = SharedFile()
-    writer, records, held = BlockWriter(file.descriptor), [], 0
-    for number in range(rows):
-        head, *buffers = wire.encode(_read(answer(PROMPT, tokens - PROMPT), number).value)
-        records.append(wire.decode([head, *file.open(writer.write(buffers))], RolloutRecord))
-        held += sum(len(buffer) for buffer in buffers)
-    micro = MicroBatch(tuple(TrainRow(record) for record in records))
-    batch = TrainBatch(1, (MiniBatch((micro,), rows, rows * tokens),), {}, (0,))
-    frames = wire.encode(batch, place_of)
-    with PlaceReader() as places:
-        wire.decode(frames, TrainBatch, places)
-    return {
-        "frames": float(len(frames)),
-        "message_bytes_per_row": sum(len(frame) for frame in frames) / rows,
-        "copied_bytes_per_record_byte": places.num_bytes / held,
     }
 
 
 def of_store(tokens: int) -> Figures:
     """Routes as bundles and messages of routes keep them."""
-    record = _read(answer(PROMPT, tokens - PROMPT), 0).value
+    record = _read(answer(PROMPT, tokens - PROMPT), 0)
     assert record.routes is not None
     return {
         "set_route_bytes_per_token": len(encode(record.routes, order="set")) / (tokens - 1),
@@ -173,23 +143,23 @@ def of_weights(parameters: int) -> Figures:
 
 
 def of_imports() -> Figures:
-    """Modules that an intake process and a learner rank import before they do anything."""
-    found: Figures = {}
-    for name, module in (("intake", "moe_trm.rollout.intake.worker"), ("rank", "launch.learner")):
-        program = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        modules = json.loads(done.stdout.splitlines()[-1])
-        own = [one for one in modules if one.split(".")[0] in ("moe_trm", "routing", "launch")]
-        found[f"{name}_own_modules"] = float(len(own))
-        found[f"{name}_large_packages"] = float(len({one.split(".")[0] for one in modules} & {*LARGE}))
-    return found
+    """Modules that a learner rank imports before it does anything."""
+    program = "import json, sys, launch.learner; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    packages = [name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])]
+    return {
+        "rank_own_modules": float(sum(package in ("moe_trm", "routing", "launch") for package in packages)),
+        "rank_large_packages": float(len({*packages} & {*LARGE})),
+    }
 
 
-def _read(body: bytes, number: int) -> Reading:
+def _read(body: bytes, number: int) -> RolloutRecord:
     """The record of sample `number`."""
-    params = SamplingParams(max_new_tokens=1 << 16)
-    question = Question(tuple(range(PROMPT)), params, RequestedFields(routes=True, mask=False))
-    return read(body, question, WholeSample(number, 0, "prompt", keep_changed=False), MODEL, None, backend_of(DEFAULT))
+    prompt, params = Prompt("prompt", tuple(range(PROMPT))), SamplingParams(max_new_tokens=1 << 16)
+    question = Question(prompt.token_ids, params, RequestedFields(routes=True, mask=False))
+    conversation = Conversation(prompt)
+    conversation.add(backend_of(DEFAULT).parse(body, question, MODEL))
+    return conversation.record(sample_id=number, group_id=0, keep_changed=False)
 
 
 def _bare(number: int, length: int) -> RolloutRecord:

@@ -17,7 +17,6 @@ ROLES = {
     "launch.ranks": "torchrun",
     "launch.train": "learner rank",
     "moe_trm.rollout.service": "rollout controller",
-    "moe_trm.rollout.intake.worker": "intake process",
     "moe_trm.runtime.functions.worker": "reward function",
     "sglang.launch_server": "SGLang server",
     "moe_trm": "moe-trm train",

@@ -51,7 +51,7 @@ def side_of(name: str) -> Side | None:
     """The side of a process with this role (`benchmarks.processes.role`)."""
     if name == "learner rank":
         return "learner"
-    return "server" if "SGLang" in name or name in ("rollout controller", "intake process", "reward function") else None
+    return "server" if "SGLang" in name or name in ("rollout controller", "reward function") else None
 
 
 @contextmanager

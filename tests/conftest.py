@@ -36,7 +36,6 @@ GROUPS = {
     # Tests of a server itself.
     "integration/engine_contract/": "tiny server",
     "integration/test_rollout_server.py": "tiny server",
-    "integration/test_intake_server.py": "tiny server",
     "integration/test_interrupted_samples.py": "tiny server",
     "integration/test_retraction.py": "tiny server",
     "integration/test_sampling_mask_engine.py": "tiny server",

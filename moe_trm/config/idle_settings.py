@@ -34,7 +34,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("pipeline", "partial", not traits.samples_live, "a recording is never interrupted"),
         *schedule_rules.idle(config.pipeline, config.rollout, config.learner),
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
-        ("rollout", "urls url router intake_processes", not traits.has_servers, f"{engine} asks no SGLang server"),
+        ("rollout", "urls url router", not traits.has_servers, f"{engine} asks no SGLang server"),
         (
             "rollout",
             "trusted_network",

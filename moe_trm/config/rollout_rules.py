@@ -85,15 +85,6 @@ def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sy
             expected="one of the two keys",
         )
     yield from _trusted(rollout, "the rollout servers", rollout.in_the_clear)
-    asked = [rollout.router] if rollout.router else [*rollout.addresses]
-    if rollout.intake_processes and (other := [url for url in asked if not url.startswith("http://")]):
-        yield Problem(
-            "rollout.intake_processes",
-            "intake processes receive answers by plain HTTP",
-            got=", ".join(other),
-            expected="addresses that begin with http://",
-            fix="set rollout.intake_processes=0",
-        )
     if rollout.router and not rollout.attached:
         yield Problem(
             "rollout.router",

@@ -119,11 +119,8 @@ class BatchTable(msgspec.Struct, frozen=True):
     rows: RowTable
 
 
-def table_of(batch: TrainBatch, *, join: bool = True) -> BatchTable:
-    """The table of `batch`, whose records have no `further` rows: each is a row by itself.
-
-    Without `join`, arrays stay as they are, for `wire.encode` to name their places in shared memory.
-    """
+def table_of(batch: TrainBatch) -> BatchTable:
+    """The table of `batch`, whose records have no `further` rows: each is a row by itself."""
     rows = [row for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
     minis = [
         MiniTable([len(micro.rows) for micro in mini.micro_batches], mini.num_sequences, mini.num_tokens)
@@ -132,7 +129,7 @@ def table_of(batch: TrainBatch, *, join: bool = True) -> BatchTable:
     table = _table(
         RowTable,
         rows,
-        record=_record_table(_field("record", rows), join),
+        record=_record_table(_field("record", rows)),
     )
     return BatchTable(batch.step, minis, batch.metrics, batch.versions, batch.compared, table)
 
@@ -160,25 +157,25 @@ def batch_of(table: BatchTable) -> TrainBatch:
     return TrainBatch(table.step, minis, table.metrics, table.versions, table.compared)
 
 
-def _record_table(records: Sequence[RolloutRecord], join: bool) -> RecordTable:
+def _record_table(records: Sequence[RolloutRecord]) -> RecordTable:
     assert not any(record.further for record in records), "each row of a sample is sent by itself"
     arrays = ("tokens", "sampled", "turn_ids", "rollout_logprobs", "full_logprobs", "versions")
     return _table(
         RecordTable,
         records,
-        **{name: _arrays(_field(name, records), join) for name in arrays},
-        routes=_some(_field("routes", records), lambda own: _route_table(own, join)),
-        sampling_mask=_some(_field("sampling_mask", records), lambda own: _mask_table(own, join)),
-        teacher_logprobs=_some(_field("teacher_logprobs", records), lambda own: _arrays(own, join)),
+        **{name: _arrays(_field(name, records)) for name in arrays},
+        routes=_some(_field("routes", records), _route_table),
+        sampling_mask=_some(_field("sampling_mask", records), _mask_table),
+        teacher_logprobs=_some(_field("teacher_logprobs", records), _arrays),
     )
 
 
-def _route_table(routes: Sequence[RouteRecord], join: bool) -> RouteTable:
+def _route_table(routes: Sequence[RouteRecord]) -> RouteTable:
     return _table(
         RouteTable,
         routes,
-        experts=_arrays(_field("experts", routes), join),
-        covered=_some(_field("covered", routes), lambda covered: _arrays(covered, join)),
+        experts=_arrays(_field("experts", routes)),
+        covered=_some(_field("covered", routes), _arrays),
         indexer=[None if each is None else each.encode() for each in _field("indexer", routes)],
     )
 
@@ -189,13 +186,13 @@ def _route(*values: Any) -> RouteRecord:
     return record if indexer is None else replace(record, indexer=IndexerRecord.decode(indexer))
 
 
-def _mask_table(masks: Sequence[SamplingMask], join: bool) -> MaskTable:
+def _mask_table(masks: Sequence[SamplingMask]) -> MaskTable:
     return _table(
         MaskTable,
         masks,
-        ids=_arrays(_field("ids", masks), join),
-        offsets=_arrays(_field("offsets", masks), join),
-        logprobs=_some(_field("logprobs", masks), lambda logprobs: _arrays(logprobs, join)),
+        ids=_arrays(_field("ids", masks)),
+        offsets=_arrays(_field("offsets", masks)),
+        logprobs=_some(_field("logprobs", masks), _arrays),
     )
 
 
@@ -213,8 +210,8 @@ def _some(values: Sequence[T | None], column: Callable[[list[T]], Any]) -> Some[
     return Some([value is not None for value in values], column([value for value in values if value is not None]))
 
 
-def _arrays(arrays: list[np.ndarray], join: bool) -> Arrays:
-    if not join or not arrays:
+def _arrays(arrays: list[np.ndarray]) -> Arrays:
+    if not arrays:
         return arrays
     first, lengths = arrays[0], list(map(len, arrays))
     if sum(lengths) * prod(first.shape[1:]) * first.itemsize > JOINED_BYTES:

@@ -23,7 +23,6 @@ from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
-from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler
 from moe_trm.rollout.server_engine import ServerEngine
@@ -97,9 +96,6 @@ async def build_sampler(
 
     Raises `ConfigError` when the function cannot be loaded.
     """
-    if not rollout.has_turns and rollout.intake_processes and isinstance(engine, ServerEngine):
-        engine.write_text()
-        return WrittenTurn(engine, task, params)
     if not rollout.has_turns:
         return SingleTurn(engine, task, params)
     if not engine.traits.samples_live:

@@ -25,12 +25,10 @@ from moe_trm.errors import REFUSED, ControllerError
 from moe_trm.rollout.access import Access
 from moe_trm.rollout.batch_table import batch_of
 from moe_trm.rollout.credentials import without_key
-from moe_trm.rollout.rank_share import rank_share
 from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
 from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
 from moe_trm.runtime.private import Scratch
-from moe_trm.runtime.shared_blocks import PlaceReader
 from moe_trm.sync.manifest import Meeting, ScoredText, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
@@ -144,7 +142,6 @@ class RolloutClient:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
         self._watch, self._look, self._lost = watch, 0, False
         self._number, self._asked, self._since = 0, list[bytes | memoryview](), 0.0
-        self._same_machine = endpoint.startswith("ipc:")
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         # Its name stays when its connection is lost, so that the answer finds it.
@@ -162,14 +159,10 @@ class RolloutClient:
         self._ask("begin")
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
-        """This rank's rows of `step`, or of a part of it, with the routes of `layer_ids` only.
-
-        On the controller's machine, records that intake processes made are copied from their shared memory.
-        """
-        lends = self._same_machine
-        table = self._ask("batch", step=step, part=part, layer_ids=layer_ids, lends=lends).batch
+        """This rank's rows of `step`, or of a part of it, with the routes of `layer_ids` only."""
+        table = self._ask("batch", step=step, part=part, layer_ids=layer_ids).batch
         assert table is not None
-        return rank_share(batch_of(table), layer_ids)
+        return batch_of(table)
 
     def push(
         self, version: int, entries: tuple[TensorEntry, ...], *, directory: str, texts: tuple[ScoredText, ...] = ()
@@ -265,8 +258,7 @@ class RolloutClient:
                 self._process.check()
             return None
         frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
-        with PlaceReader() as places:
-            return wire.decode(frames, ControllerReply, places)
+        return wire.decode(frames, ControllerReply)
 
     def _look_at_servers(self) -> None:
         self._socket.send_multipart(self._request("servers"))

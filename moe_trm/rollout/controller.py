@@ -86,11 +86,6 @@ class RolloutController:
         """True when samples are made while the learner trains."""
         return self._config.pipeline.mode != "sync"
 
-    @property
-    def shares_memory(self) -> bool:
-        """True when records may lie in memory that processes of this machine read (`runtime.shared_blocks`)."""
-        return self._config.rollout.intake_processes > 0
-
     async def start(self) -> None:
         """Return when the engine has answered, and is the configured one. Raises `EngineError`."""
         await self._engine.start()

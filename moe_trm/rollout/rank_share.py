@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from moe_trm.types import MiniBatch, TrainBatch, TrainRow
 
 
-def rank_share(
-    batch: TrainBatch, layer_ids: Sequence[int], lent: Callable[[np.ndarray], object] = lambda array: None
-) -> TrainBatch:
-    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others.
-
-    Routes that `lent` names a place of stay whole: the rank cuts them itself, where it reads them.
-    """
+def rank_share(batch: TrainBatch, layer_ids: Sequence[int]) -> TrainBatch:
+    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others."""
 
     def cut(row: TrainRow) -> TrainRow:
         routes = row.record.routes
-        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids) or lent(routes.experts) is not None:
+        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids):
             return row
         return replace(row, record=replace(row.record, routes=routes.select(layer_ids)))
 

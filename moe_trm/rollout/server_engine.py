@@ -17,9 +17,6 @@ from pathlib import Path
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected, SyncError
-from moe_trm.rollout.intake.messages import IntakeSettings, WholeSample
-from moe_trm.rollout.intake.pool import IntakePool
-from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
@@ -90,21 +87,12 @@ class ServerEngine:
             router=self._router,
             rolling=config.pipeline.rolling_push,
         )
-        settings = IntakeSettings(
-            self._backend.answers or rollout.engine, self._model, api_key, rollout.timeout_s, rollout.max_attempts
-        )
-        self._intake = IntakePool(rollout.intake_processes, settings) if rollout.intake_processes else None
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
         repeats = server.deterministic or (config.exact and server.device == "cuda")
         self._seeds = Seeds(config.seed if repeats else None)
-
-    def write_text(self) -> None:
-        """Let intake processes decode samples, with the tokenizer of the checkpoint. Before `start`."""
-        if self._intake is not None:
-            self._intake.decode_with(self._checkpoint)
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured, and this run's alone.
@@ -120,8 +108,6 @@ class ServerEngine:
             await self._router.started(self._loads_s)
             await self._router.choose_among(frozenset(server.http.url for server in servers), every=True)
             await self._client.check_router(self._router.endpoint.http)
-        if self._intake is not None:
-            await self._intake.start()
         self._fleet.start()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
@@ -129,22 +115,12 @@ class ServerEngine:
 
         Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none.
         """
-        return (await self.generate_written(prompt, params, sample_id=sample_id, group_id=group_id))[0]
-
-    async def generate_written(
-        self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int
-    ) -> tuple[RolloutRecord, tuple[str, str] | None]:
-        """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
         keep_changed = self._wanted.missing == "native"
         params = _seeded(params, self._seeds.of_sample(sample_id))
-        whole = WholeSample(sample_id, group_id, prompt.prompt_id, keep_changed)
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
-            reading = await self._sampled(prompt.token_ids, params, whole=whole)
-            if isinstance(reading.value, RolloutRecord):
-                return reading.value, reading.written
-            conversation.add(reading.value)
-            return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=keep_changed), None
+            conversation.add(await self.turn(prompt.token_ids, params))
+            return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=keep_changed)
 
     async def turn(
         self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
@@ -154,20 +130,6 @@ class ServerEngine:
         A sample that a weight push interrupts is continued from where it was, with the new weights. Each token keeps
         the version that sampled it.
         """
-        value = (await self._sampled(context, params, start=start, bare=bare)).value
-        assert isinstance(value, SampledTurn)
-        return value
-
-    async def _sampled(
-        self,
-        context: Sequence[int],
-        params: SamplingParams,
-        *,
-        start: int = 0,
-        bare: bool = False,
-        whole: WholeSample | None = None,
-    ) -> Reading:
-        """The turn after `context`; its record, where an intake process could make that of the first answer."""
         params = params if params.seed is not None else _seeded(params, self._seeds.next())
         so_far: SampledTurn | None = None
         refused = RecordRejected("aborted", "the engine aborted the request every time it was asked")
@@ -178,7 +140,7 @@ class ServerEngine:
             asked = params if so_far is None else replace(params, max_new_tokens=left)
             question = self.question(tokens, asked, start=first_row, bare=bare)
             try:
-                reading = await self._read(question, whole if so_far is None else None)
+                answer = await self._read(question)
             except RecordRejected as rejection:
                 self._retracted += rejection.reason == "retracted"
                 unknown = rejection.reason == "version_unknown" and self._push is not None
@@ -188,28 +150,22 @@ class ServerEngine:
                     raise
                 refused = rejection
                 continue
-            self._retracted += reading.retracted
-            if isinstance(reading.value, RolloutRecord):
-                return reading
-            so_far = settled(reading.value if so_far is None else continued(so_far, reading.value), params)
+            self._retracted += answer.retracted
+            so_far = settled(answer if so_far is None else continued(so_far, answer), params)
             if so_far.finish_reason != "abort":
-                return Reading(so_far, so_far.retracted)
+                return so_far
         raise refused
 
-    async def _read(self, question: Question, whole: WholeSample | None) -> Reading:
-        """The checked answer to one request, read in an intake process or here."""
-        intake = self._intake
+    async def _read(self, question: Question) -> SampledTurn:
+        """The checked answer to one request."""
         try:
             async with self._slots:
-                if intake is not None:
-                    return await self._fleet.ask_by(lambda http: intake.ask(http.url, question, whole))
                 body = await self._fleet.ask(self._backend.request(question))
         except AnswerTooLong as error:
             raise RecordRejected(
                 "too_long", error.what, where=error.where, got=error.got, expected=error.expected
             ) from error
-        turn = self._backend.parse(body, question, self._model)
-        return Reading(turn, turn.retracted)
+        return self._backend.parse(body, question, self._model)
 
     def question(
         self, token_ids: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
@@ -259,11 +215,10 @@ class ServerEngine:
         `rollout/reissued`: samples asked for again; `rollout/losses` and `rollout/recoveries`: times that a server was
         lost and came back; `rollout/lost_s`: seconds that servers were out of service, added up; `rollout/retracted`:
         answers with routes that an engine short of memory computed again, where routes are asked for. Also what
-        `UseProof.metrics` says, and with intake processes what `IntakePool.metrics` says.
+        `UseProof.metrics` says.
         """
         retracted = {"rollout/retracted": float(self._retracted)} if self._wanted.routes else {}
-        intake = self._intake.metrics() if self._intake is not None else {}
-        return self._fleet.metrics() | self._use.metrics() | retracted | intake
+        return self._fleet.metrics() | self._use.metrics() | retracted
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each server now."""
@@ -274,8 +229,6 @@ class ServerEngine:
         try:
             await self._client.close()
             await self._fleet.close()
-            if self._intake is not None:
-                await self._intake.close()
         finally:
             self._lease.release()
 

@@ -20,7 +20,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq.asyncio
 from zmq.constants import SocketOption, SocketType
 
@@ -30,7 +29,6 @@ from moe_trm.rollout.batch_table import BatchTable, table_of
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.rank_share import rank_share
 from moe_trm.runtime import wire
-from moe_trm.runtime.shared_blocks import Place, place_of
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, ScoredText, Share, TensorEntry
 from moe_trm.types import ServerState
@@ -64,8 +62,7 @@ class Request(msgspec.Struct, frozen=True):
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
     before the first push. `stop`: end the process.
 
-    `lends`: the rank reads shared memory of the controller's machine. `number`: of this rank's requests; one that is
-    asked again, because its answer may be lost, keeps it.
+    `number`: of this rank's requests; one that is asked again, because its answer may be lost, keeps it.
     """
 
     key: str
@@ -78,7 +75,6 @@ class Request(msgspec.Struct, frozen=True):
     data_rank: int = 0
     data_size: int = 1
     layer_ids: tuple[int, ...] = ()
-    lends: bool = False
     version: int = 0
     directory: str = ""
     entries: tuple[TensorEntry, ...] = ()
@@ -169,10 +165,10 @@ class ControllerService:
             raise
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
-        number, lend, op = 0, None, ""
+        number, op = 0, ""
         try:
             request = wire.decode(frames, Request)
-            number, lend, op = request.number, self._lend(request), request.op
+            number, op = request.number, request.op
             if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
@@ -197,7 +193,7 @@ class ControllerService:
             reply = ControllerReply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
         numbered = msgspec.structs.replace(reply, number=number)
-        await socket.send_multipart([identity, *wire.encode(numbered, lend)], copy=False)
+        await socket.send_multipart([identity, *wire.encode(numbered)], copy=False)
 
     async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
@@ -214,13 +210,7 @@ class ControllerService:
                 self._loading.result()
         shares = await planned
         share = shares[request.data_rank]
-        if (lend := self._lend(request)) is not None:
-            return ControllerReply(batch=table_of(rank_share(share, request.layer_ids, lend), join=False))
         return ControllerReply(batch=table_of(rank_share(share, request.layer_ids)))
-
-    def _lend(self, request: Request) -> Callable[[np.ndarray], Place | None] | None:
-        """Says where the rank that asks reads an array in shared memory; None: it reads none there."""
-        return place_of if request.lends and self._controller.shares_memory else None
 
     async def _push(self, request: Request) -> ControllerReply:
         if ("push", request.version) not in self._shared:

@@ -149,7 +149,6 @@ _FREE = (
     "rollout.url",
     "rollout.router",
     "rollout.api_key",
-    "rollout.intake_processes",
     *(
         f"rollout.server.{name}"
         for name in (

@@ -1,7 +1,7 @@
 """Messages between a process and a child that works for it, over pipes: length-prefixed msgpack, never pickle.
 
-Users' functions (`moe_trm.runtime.functions`) and intake processes (`moe_trm.rollout.intake`) are such children. A
-payload, a value and the settings are plain data; who sends them says of what form.
+Users' functions (`moe_trm.runtime.functions`) are such children. A payload, a value and the settings are plain data;
+the sender defines their form.
 """
 
 from __future__ import annotations

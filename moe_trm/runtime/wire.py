@@ -3,16 +3,14 @@
 Never pickle.
 
 A message is a list of frames: the msgpack body first, then the buffers its arrays refer to by index. The first of these
-is that of all small arrays together: a record has ten of them, and a frame costs more than what is in it. An array that
-lies in shared memory may go as its place instead, for a receiver on the same machine to copy from there.
+is that of all small arrays together: a record has ten of them, and a frame costs more than what is in it.
 
-An array is `(index, dtype, shape)`, with its first byte in the frame of small arrays (index 1), or with its place
-(index 0).
+An array is `(index, dtype, shape)`, with its first byte in the frame of small arrays (index 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -20,7 +18,6 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import ControllerError
-from moe_trm.runtime.shared_blocks import Place, PlaceReader
 
 T = TypeVar("T")
 
@@ -30,11 +27,8 @@ _ALIGNMENT = 8
 _DTYPES = {name: np.dtype(name) for name in ("|b1", "|u1", "<u2", "<i2", "<i4", "<i8", "<f4", "<f8")}
 
 
-def encode(message: Any, lend: Callable[[np.ndarray], Place | None] | None = None) -> list[bytes | memoryview]:
-    """Frames of `message`: dataclasses, structs, containers and numpy arrays of the plain numeric types.
-
-    `lend` names the place of arrays that the receiver reads in shared memory (`shared_blocks.place_of`).
-    """
+def encode(message: Any) -> list[bytes | memoryview]:
+    """Frames of `message`: dataclasses, structs, containers and numpy arrays of the plain numeric types."""
     small, buffers, num_small = bytearray(), list[memoryview](), 0
 
     def hook(value: object) -> object:
@@ -44,8 +38,6 @@ def encode(message: Any, lend: Callable[[np.ndarray], Place | None] | None = Non
         name = value.dtype.str
         if name not in _DTYPES:
             raise TypeError(f"cannot send an array of {value.dtype}")
-        if lend is not None and (place := lend(value)) is not None:
-            return (0, name, value.shape, place)
         if value.nbytes < SMALL_BYTES:
             start, num_small = len(small), num_small + 1
             small.extend(value.tobytes())
@@ -58,11 +50,8 @@ def encode(message: Any, lend: Callable[[np.ndarray], Place | None] | None = Non
     return [body, *([memoryview(small).toreadonly()] if num_small or buffers else []), *buffers]
 
 
-def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceReader | None = None) -> T:
-    """The message of type `kind` in `frames`; arrays are read-only views of their frames.
-
-    `places` copies the arrays that came as places; without it they are refused. Raises `ControllerError`.
-    """
+def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
+    """The message of type `kind` in `frames`; arrays are read-only views of their frames. Raises `ControllerError`."""
 
     small = memoryview(frames[1]) if len(frames) > 1 else None
     typed = {} if small is None else {name: _typed(small, dtype) for name, dtype in _DTYPES.items()}
@@ -82,8 +71,6 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceRea
                 raise ValueError(f"array of {name} and shape {shape} at {first} of {len(small)} bytes")
             part = whole[first // size : first // size + count]
             return part if len(shape) == 1 else part.reshape(shape)
-        if places is not None and index == 0 and len(further) == 1:
-            return np.frombuffer(places.read(msgspec.convert(further[0], Place)), dtype=dtype).reshape(shape)
         if further or not 2 <= index < len(frames):
             raise ValueError(f"array of {name} in frame {index}")
         return np.frombuffer(frames[index], dtype=dtype).reshape(shape)

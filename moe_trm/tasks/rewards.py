@@ -39,23 +39,21 @@ def exact_reward(sample: RewardInput) -> float:
     return exact(sample.completion, sample.answer) if sample.finished else 0.0
 
 
-async def score(task: Task, prompt: Prompt, record: RolloutRecord, written: tuple[str, str] | None = None) -> Reward:
-    """The task's reward of a record. `written`: as in `reward_input`.
+async def score(task: Task, prompt: Prompt, record: RolloutRecord) -> Reward:
+    """The task's reward of a record.
 
     Raises:
         RecordRejected: `reward_error` (the reward function raised), `reward_timeout`, `reward_crash` (it ended its
             process), `reward_type` (no number), `reward_shape` (not one for each sample), `reward_nan` (not finite).
     """
-    sample = reward_input(task, prompt, record, written)
+    sample = reward_input(task, prompt, record)
     return read_reward(await task.reward(sample), task.reward_weights, prompt.prompt_id)
 
 
-def reward_input(
-    task: Task, prompt: Prompt, record: RolloutRecord, written: tuple[str, str] | None = None
-) -> RewardInput:
-    """Input of the reward function. `written`: `written_text` of the record, where somebody has made it already."""
+def reward_input(task: Task, prompt: Prompt, record: RolloutRecord) -> RewardInput:
+    """Input of the reward function."""
     completion_ids = _completion_ids(task.tokens, record)
-    completion, transcript = written or _written(task.tokens, len(prompt.token_ids), record, completion_ids)
+    completion, transcript = _written(task.tokens, len(prompt.token_ids), record, completion_ids)
     finished = record.finish_reason == "stop"
     return RewardInput(
         prompt_id=prompt.prompt_id,
@@ -68,11 +66,6 @@ def reward_input(
         finish_reason="stop" if finished else "length",
         extra=prompt.extra,
     )
-
-
-def written_text(tokens: Tokens, prompt_length: int, record: RolloutRecord) -> tuple[str, str]:
-    """`RewardInput.completion` and `transcript` of a record. A long answer takes the tokenizer a while."""
-    return _written(tokens, prompt_length, record, _completion_ids(tokens, record))
 
 
 def _written(

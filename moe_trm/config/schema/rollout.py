@@ -153,10 +153,6 @@ class RolloutConfig(Section):
     started with `--enable-memory-saver`. On CPU the engine takes the same steps but frees nothing."""
     concurrency: Positive = 128
     """Requests in flight."""
-    intake_processes: Count = 0
-    """Processes beside the controller that send the requests, receive the answers, check them and decode their text.
-    Records stay in memory that controller and ranks of the machine share. 0: the controller does it. One process takes
-    in about 0.8 GB of answers per second; long answers and many servers need several (docs/pipeline.md)."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Limit for one request, queueing included."""
     max_attempts: Positive = 3

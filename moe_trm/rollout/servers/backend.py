@@ -109,14 +109,12 @@ class ServerBackend(AnswerFormat):
 
     Attributes:
         traits: its capabilities; `has_servers` is set.
-        answers: name of a light `AnswerFormat`, `package.module:Class`, for intake processes; empty: this class.
         labels_runs: its labels of weights name the run (`ownership.label_of`); else they are bare versions.
         alive_path: of a GET that a server's process answers, whatever its engine does.
         health_path: of a GET that succeeds when the engine generates; 503 while it loads.
     """
 
     traits: ClassVar[EngineTraits]
-    answers: ClassVar[str] = ""
     labels_runs: ClassVar[bool] = False
     alive_path: ClassVar[str] = "/health"
     health_path: ClassVar[str] = "/health"

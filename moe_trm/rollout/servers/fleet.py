@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
-from moe_trm.rollout.servers.endpoint import Post, T
 from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, refused
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
@@ -100,23 +99,18 @@ class Fleet:
             await server.close()
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
-        """The body of an answer to `request`, as `ask_by`."""
-        path = self.servers[0].backend.generate_path
-        return await self.ask_by(lambda http: http.request("POST", path, request))
-
-    async def ask_by(self, post: Post[T]) -> T:
-        """The value that `post` makes of an answer of a server with the newest weights.
+        """The body of an answer to `request` by a server with the newest weights.
 
         Raises:
             RecordRejected: `engine_failed`, when servers that are well fail on this request again and again; `refused`,
                 when a server refuses it and answers others.
             EngineError: no server came back in time, the key is wrong, or all requests are refused.
         """
-        slow = 0
+        slow, path = 0, self.servers[0].backend.generate_path
         for attempt in range(REISSUES + 1):
             server = await self._ready()
             try:
-                value = await server.ask(post)
+                body = await server.ask(lambda http: http.request("POST", path, request))
             except (HttpStatusError, EngineLost) as error:
                 if isinstance(error, HttpStatusError) and server.backend.refuses_request(error.status, str(error.got)):
                     raise self._refusal(error) from error
@@ -125,7 +119,7 @@ class Fleet:
                 lost = error
             else:
                 self._answers = True
-                return value
+                return body
             slow += isinstance(lost, EngineSlow) and not server.fenced
             if slow > SLOW_REISSUES:
                 break

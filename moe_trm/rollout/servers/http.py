@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,9 +21,6 @@ MAX_ERROR_CHARACTERS = 500
 TOO_MANY_REQUESTS = 429
 MAX_ANSWER_BYTES = 2 << 30
 """A longer answer is none: its server is broken, or not ours."""
-
-Admit = Callable[[int | None], Awaitable[None]]
-"""Waits until there is room for a body of so many bytes; None where the server does not say how many."""
 
 
 class HttpStatusError(EngineError):
@@ -78,9 +75,8 @@ class EngineHttp:
         *,
         timeout_s: float | None = None,
         attempts: int | None = None,
-        admit: Admit | None = None,
     ) -> bytes:
-        """The body of a successful answer, received once `admit` returns; the wait for that takes none of its time.
+        """The body of a successful answer.
 
         Raises `AnswerTooLong`, `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError`
         at once for 4xx other than 429. `timeout_s` and `attempts` replace those of this connection.
@@ -91,7 +87,7 @@ class EngineHttp:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             last = attempt == attempts - 1
             try:
-                status, content = await self._once(method, path, body, timeout_s, admit)
+                status, content = await self._once(method, path, body, timeout_s)
             except TimeoutError as error:
                 raise EngineSlow(
                     "the rollout server did not answer in time",
@@ -123,7 +119,7 @@ class EngineHttp:
         await self.close()
 
     async def _once(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float, admit: Admit | None
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
     ) -> tuple[int, bytes]:
         if self._session is None:
             # The caller bounds concurrency; a second bound in the pool would only hide where requests wait.
@@ -136,16 +132,12 @@ class EngineHttp:
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(),
             )
-        data, now = None if body is None else orjson.dumps(body), asyncio.get_running_loop().time
-        async with asyncio.timeout(timeout_s) as limit:
+        data = None if body is None else orjson.dumps(body)
+        async with asyncio.timeout(timeout_s):
             async with self._session.request(method, self.url + path, data=data) as response:
                 size = response.content_length
                 if size is not None and size > MAX_ANSWER_BYTES:
                     raise self._too_long(method, path, size)
-                if admit is not None:
-                    limit.reschedule(None)
-                    await admit(size)
-                    limit.reschedule(now() + timeout_s)
                 parts, left = [], MAX_ANSWER_BYTES
                 async for part in response.content.iter_any():
                     parts.append(part)

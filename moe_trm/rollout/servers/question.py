@@ -1,7 +1,4 @@
-"""One answer that is asked of a server, and the form of an engine's requests and answers.
-
-Light: intake processes import this, and no configuration.
-"""
+"""One answer that is asked of a server, and the form of an engine's requests and answers."""
 
 from __future__ import annotations
 

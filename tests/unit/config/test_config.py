@@ -170,7 +170,6 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["rollout.url=http://127.0.0.1:1", "rollout.router=http://10.1.2.3:1"], "rollout.trusted_network"),
         (["rollout.server.host=0.0.0.0"], "rollout.trusted_network"),
         (["rollout.server.host='::'"], "rollout.trusted_network"),
-        (["rollout.intake_processes=1", "rollout.url=https://a:1"], "rollout.intake_processes"),
         (["rollout.top_k=5000"], "rollout.top_k"),
         (["rollout.top_k=1"], "rollout.top_k"),
         ([EXACT, "sampling_mask.mode=off"], "sampling_mask.mode"),

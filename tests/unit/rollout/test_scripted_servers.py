@@ -104,15 +104,6 @@ def test_it_answers_with_the_weights_of_the_last_push(server: Server, tmp_path: 
     assert [set(record.versions.tolist()) for record in records] == [{4}] * 4 + [{5}] * 4
 
 
-def test_intake_processes_ask_it_too(server: Server, tmp_path: Path) -> None:
-    async def work(engine: ServerEngine) -> list[RolloutRecord]:
-        await engine.load_weights(push(tmp_path, 6))
-        return await sampled(engine, 4)
-
-    records = with_engine(config(tmp_path, intake_processes=1), server, work)
-    assert [set(record.versions.tolist()) for record in records] == [{6}] * 4
-
-
 def test_another_key_is_refused(server: Server, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="HTTP 401"):
         asyncio.run(_ask(config(tmp_path, url=server.url), "another"))

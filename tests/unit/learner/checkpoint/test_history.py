@@ -41,7 +41,7 @@ def test_every_other_setting_counts() -> None:
     }
     assert {key for key in free - server if not key.startswith(("checkpoint.", "record.", "sync.", "observe."))} == {
         *("name", "run_dir", "rollout.url", "rollout.urls", "rollout.router", "rollout.api_key"),
-        *("rollout.intake_processes", "train.eval_every", "train.export", "train.export_form", "train.max_restarts"),
+        *("train.eval_every", "train.export", "train.export_form", "train.max_restarts"),
     }
 
 

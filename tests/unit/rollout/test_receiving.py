@@ -1,4 +1,4 @@
-"""Bodies enter one after the other where memory is short, and nobody is overtaken or forgotten."""
+"""Bodies of answers arrive whole, or the server is at fault."""
 
 from __future__ import annotations
 
@@ -12,52 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import EngineError, EngineLost
-from moe_trm.rollout.intake.worker import Room, Visit
 from moe_trm.rollout.servers import http as http_module
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp, EngineSlow, HttpStatusError
 from tests.unit.rollout.local_app import LocalApp
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3), st.booleans()), max_size=20),
-    st.integers(1, 20),
-)
-def test_room_is_never_exceeded_but_by_one_alone(visits: list[tuple[int, int, bool]], size: int) -> None:
-    async def run() -> None:
-        room, inside, entered = Room(size), list[int](), list[int]()
-
-        async def visit(number: int, own: int, turns: int) -> None:
-            await room.enter(own)
-            entered.append(number)
-            inside.append(own)
-            try:
-                assert sum(inside) == room.taken
-                assert sum(inside) <= size or inside == [own]
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-            finally:
-                inside.remove(own)
-                room.leave(own)
-
-        tasks = [asyncio.ensure_future(visit(number, own, turns)) for number, (own, turns, _) in enumerate(visits)]
-        await asyncio.sleep(0)
-        for task, (_, _, leaves) in zip(tasks, visits, strict=True):
-            if leaves:
-                task.cancel()
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        waiting = [task for task in tasks if not task.done()]
-        for task in waiting:
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert not waiting, "somebody waits though the room is empty"
-        assert all(outcome is None or isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
-        assert entered == sorted(entered)
-        assert {number for number, (_, _, leaves) in enumerate(visits) if not leaves} <= {*entered}
-        assert room.taken == 0
-
-    asyncio.run(run())
 
 
 class Bodies(LocalApp):
@@ -84,16 +41,13 @@ class Bodies(LocalApp):
         return response
 
 
-def received(app: Bodies, room: Room, *, timeout_s: float = 100.0) -> int:
+def received(app: Bodies, *, timeout_s: float = 100.0) -> int:
     async def run() -> int:
         await app.start()
         try:
             http = EngineHttp(app.url, None, timeout_s=timeout_s, max_attempts=2)
-            async with http, Visit(room) as visit:
-                try:
-                    body = await http.request("POST", "/generate", {}, admit=visit.enter)
-                finally:
-                    assert room.taken in (app.size, 0) or app.chunked
+            async with http:
+                body = await http.request("POST", "/generate", {})
                 assert body == b"x" * app.size
                 return len(body)
         finally:
@@ -104,26 +58,21 @@ def received(app: Bodies, room: Room, *, timeout_s: float = 100.0) -> int:
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 1000, 3_000_000])
-def test_a_body_is_received_whole_and_its_room_given_back(size: int, chunked: bool) -> None:
-    room = Room(100)
-    assert received(Bodies(size, chunked=chunked), room) == size
-    assert room.taken == 0
-    assert chunked or room.most_taken == size
+def test_a_body_is_received_whole(size: int, chunked: bool) -> None:
+    assert received(Bodies(size, chunked=chunked)) == size
 
 
-def test_a_body_that_ends_early_is_an_error_and_leaves_no_room_taken() -> None:
-    app, room = Bodies(1000), Room(100)
+def test_a_body_that_ends_early_is_an_error() -> None:
+    app = Bodies(1000)
     app.cut = True
     with pytest.raises(EngineLost):
-        received(app, room)
-    assert room.taken == 0
+        received(app)
 
 
 def test_a_refusal_is_told_with_its_status() -> None:
-    room = Room(100)
     with pytest.raises(HttpStatusError) as caught:
-        received(Bodies(10, status=404), room)
-    assert (caught.value.status, room.taken) == (404, 0)
+        received(Bodies(10, status=404))
+    assert caught.value.status == 404
 
 
 def test_a_server_that_says_nothing_is_slow() -> None:
@@ -133,7 +82,7 @@ def test_a_server_that_says_nothing_is_slow() -> None:
             raise AssertionError
 
     with pytest.raises(EngineSlow):
-        received(Silent(1), Room(100), timeout_s=0.2)
+        received(Silent(1), timeout_s=0.2)
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -150,12 +99,11 @@ def answered(raw: bytes) -> bytes:
 
     async def run() -> bytes:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url, room = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", Room(100)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
-            async with EngineHttp(url, None, timeout_s=100.0, max_attempts=1) as http, Visit(room) as visit:
-                return await http.request("POST", "/generate", {}, admit=visit.enter)
+            async with EngineHttp(url, None, timeout_s=100.0, max_attempts=1) as http:
+                return await http.request("POST", "/generate", {})
         finally:
-            assert room.taken == 0
             server.close()
 
     return asyncio.run(run())
@@ -209,8 +157,6 @@ def test_whatever_a_server_sends_is_an_answer_or_an_error_of_the_engine(parts: l
 @pytest.mark.parametrize("chunked", [False, True])
 def test_an_answer_beyond_the_bound_is_refused(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "MAX_ANSWER_BYTES", 1000)
-    room = Room(100)
-    assert received(Bodies(1000, chunked=chunked), room) == 1000
+    assert received(Bodies(1000, chunked=chunked)) == 1000
     with pytest.raises(AnswerTooLong, match="at most 1000"):
-        received(Bodies(1001, chunked=chunked), room)
-    assert room.taken == 0
+        received(Bodies(1001, chunked=chunked))
