@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.diagnostics import gradient_noise
-from moe_trm.learner.checkpoint.resumption import Checkpoints, RunState, folder_of
+from moe_trm.learner.checkpoint.resumption import Checkpoints, RunPart, capture, folder_of, restore
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
@@ -76,33 +77,24 @@ def train(
     steps, done = config.train.steps, checkpoints.first_step
     cadence = Cadence(config.pipeline.push_every, done, steps)
     pushed, arrivals = done, Arrivals(config.parts, rollouts, phases)
+    resumable: dict[str, RunPart] = {
+        "objective": RunPart(partial(objective.state, learner), partial(objective.restore, learner=learner)),
+        "judge": RunPart(judge.state, judge.restore),
+        "reference": RunPart(reference.state, reference.restore),
+        "best": RunPart(best.state, best.restore),
+        "guard": RunPart(guard.state, guard.restore),
+        "anchors": RunPart(anchors.state, anchors.restore),
+        "rollouts": RunPart(rollouts.state, rollouts.restore),
+    }
+    if average is not None:
+        resumable["proximal"] = RunPart(average.state, average.restore)
     if saved := checkpoints.load(learner):
-        objective.restore(saved["objective"], learner)
-        judge.restore(saved["judge"])
-        reference.restore(saved["reference"])
-        best.restore(saved["best"])
-        guard.restore(saved["guard"])
-        anchors.restore(saved["anchors"])
-        if average is not None and saved.get("proximal"):  # older checkpoints have none
-            average.restore(saved["proximal"])
-        rollouts.restore(saved["rollouts"])
+        restore(resumable, saved)
     pusher.push(version=done)
     if not done:
         evaluation = rollouts.evaluate(0)
         best.offer(0, evaluation, learner)
         emit(sinks, 0, evaluation)
-
-    def state() -> RunState:
-        return {
-            "objective": objective.state(learner),
-            "judge": judge.state(),
-            "reference": reference.state(),
-            "best": best.state(),
-            "guard": guard.state(),
-            "anchors": anchors.state(),
-            "proximal": {} if average is None else average.state(),
-            "rollouts": rollouts.state(),
-        }
 
     checkpoints.begin_steps()
     for step in range(done + 1, steps + 1):
@@ -117,12 +109,13 @@ def train(
                     continue
                 with phases.time("score"):
                     every = config.exact or probe.anchors_all(batch)
-                    passed = anchors.score(learner, batch, moved=bool(updates), every=every)
+                    scored = anchors.score(learner, batch, moved=bool(updates), every=every)
                     if config.exact:
-                        replayed += exact.proved(passed, learner.replay_report())
-                    anchored = reference.score(learner, passed)
-                    anchored = advantages.given(learner, anchored, batch.compared, reference.penalties(anchored))
-                    anchored = reference.lowered(anchored)
+                        replayed += exact.proved(scored, learner.replay_report())
+                    anchored = reference.add_logprobs(learner, scored)
+                    penalties = reference.kl_penalties(anchored)
+                    anchored = advantages.add_advantages(learner, anchored, batch.compared, penalties)
+                    anchored = reference.subtract_kl_from_advantages(anchored)
                 with phases.time("probe"):
                     replayed += learner.replay_report() if probe.due(step) else ReplayReport()
                     probed |= probe.run(step, learner, anchored)
@@ -169,7 +162,7 @@ def train(
         }
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})
         with phases.time("checkpoint"):
-            if checkpoints.end_step(step, learner, state):
+            if checkpoints.end_step(step, learner, partial(capture, resumable)):
                 break
 
 

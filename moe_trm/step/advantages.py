@@ -41,7 +41,7 @@ class Advantages:
         self._lone = settings.lone_sample or self._entry.lone or "zero"
         self._masks_overlong = batch.overlong == "mask"
 
-    def given(
+    def add_advantages(
         self,
         learner: Learner,
         parts: Sequence[Anchored],

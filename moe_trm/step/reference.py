@@ -54,7 +54,7 @@ class Reference:
         """Go on after `state`."""
         self._controller = replace(self._controller, beta=state["coef"])
 
-    def score(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
+    def add_logprobs(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
         """The minibatches of a step with the reference's log-probs, scored under its own routes or by the teacher."""
         if not self._wanted:
             return list(anchored)
@@ -66,7 +66,7 @@ class Reference:
         coef = self.coef if self._config.kl.where == "loss" else 0.0
         return [replace(part, batches=[next(known) for _ in part.batches], kl_coef=coef) for part in anchored]
 
-    def lowered(self, anchored: Sequence[Anchored]) -> list[Anchored]:
+    def subtract_kl_from_advantages(self, anchored: Sequence[Anchored]) -> list[Anchored]:
         """These minibatches with A_t - coef kl_t in the place of A_t on every sampled token, where the configuration
         says `kl.where=advantage`. With k1 it has the gradient of the KL of each token, by the score function.
         """
@@ -94,7 +94,7 @@ class Reference:
         self._controller = self._controller.next(measured["reference/k3_kl"], num_samples)
         return {"kl/coef": used}
 
-    def penalties(self, anchored: Sequence[Anchored]) -> list[float] | None:
+    def kl_penalties(self, anchored: Sequence[Anchored]) -> list[float] | None:
         """coef sum_t kl_it, by which the reward of each row of these scored minibatches is lowered; None: by nothing.
 
         In the order of the micro-batches.

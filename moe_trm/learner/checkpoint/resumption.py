@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,25 @@ log = logging.getLogger(__name__)
 
 RunState = Mapping[str, Any]
 """State of everything but the learner, by part: plain data and bytes."""
+
+
+class RunPart(NamedTuple):
+    """A part of a run, beside the learner, that a checkpoint keeps: its state as plain data, and how it takes one."""
+
+    state: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+
+def capture(parts: Mapping[str, RunPart]) -> RunState:
+    """The state of every part. Collective."""
+    return {name: part.state() for name, part in parts.items()}
+
+
+def restore(parts: Mapping[str, RunPart], saved: RunState) -> None:
+    """Give every part its saved state. A part without one, or with an empty one, begins anew."""
+    for name, part in parts.items():
+        if saved.get(name) not in (None, {}):
+            part.restore(saved[name])
 
 
 class Checkpoints:

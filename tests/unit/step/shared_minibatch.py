@@ -172,10 +172,10 @@ def one_update(
     scores = [Scores((current_logprobs if first else anchor_logprobs)(batch)) for batch in batches]
     part = Anchored(mini, batches, scores, [Native()] * len(batches), recovery=recovery)
     if reference is not None:
-        [part] = reference.score(learner, [part])
-        if (penalties := reference.penalties([part])) is not None:
+        [part] = reference.add_logprobs(learner, [part])
+        if (penalties := reference.kl_penalties([part])) is not None:
             assert lowered is not None
-            [part] = lowered[0].given(learner, [part], (lowered[1],), penalties)
+            [part] = lowered[0].add_advantages(learner, [part], (lowered[1],), penalties)
     loss_of = objective.bind(part, learner, first=first)
     total, gradients, entropy_gradients = 0.0, dict[int, Tensor](), dict[int, Tensor]()
     for index, (batch, micro) in enumerate(zip(part.batches, mini.micro_batches, strict=True)):

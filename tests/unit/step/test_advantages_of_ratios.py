@@ -83,7 +83,7 @@ def shared(ranks: int, micro_batch_rows: int, settings: Config) -> dict[int, lis
             batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
             scores = [Scores(anchor_logprobs(batch)) for batch in batches]
             parts.append(Anchored(mini, batches, scores, [Native()] * len(batches)))
-        for part in estimator(settings).given(FakeLearner(meeting, rank), parts, (compared,)):
+        for part in estimator(settings).add_advantages(FakeLearner(meeting, rank), parts, (compared,)):
             for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True):
                 assert not batch.advantages[~batch.mask].any()
                 for i, row in enumerate(micro.rows):

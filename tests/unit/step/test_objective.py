@@ -160,9 +160,9 @@ def test_the_clipped_weight_reaches_the_loss() -> None:
 def lowered(settings: Config, learner: FakeLearner, part: Anchored) -> list[Anchored]:
     """The minibatch as a step with this KL hands it to the update."""
     reference = Reference(settings, learner)
-    scored = reference.score(learner, [part])
+    scored = reference.add_logprobs(learner, [part])
     compared = rewarded_samples(settings.advantage.name, own_records(scored))
-    return estimator(settings).given(learner, scored, (compared,), reference.penalties(scored))
+    return estimator(settings).add_advantages(learner, scored, (compared,), reference.kl_penalties(scored))
 
 
 @pytest.mark.parametrize("estimate", ["k1", "k2", "k3"])

@@ -44,9 +44,9 @@ def test_kl_in_the_advantage_lowers_that_of_each_token_by_its_own(taught: bool) 
     learner = FakeLearner(Ranks(1), 0)
     reference = Reference(settings, learner)
     assert bool(learner.snapshots) != taught
-    scored = reference.score(learner, [part])
-    assert reference.penalties(scored) is None
-    [shaped] = reference.lowered(scored)
+    scored = reference.add_logprobs(learner, [part])
+    assert reference.kl_penalties(scored) is None
+    [shaped] = reference.subtract_kl_from_advantages(scored)
     assert shaped.kl_coef == 0.0
     for batch, new in zip(batches, shaped.batches, strict=True):
         known = new.reference_logprobs
@@ -65,7 +65,7 @@ def test_a_sample_without_the_log_probs_of_its_teacher_is_not_trained() -> None:
     part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()])
     learner = FakeLearner(Ranks(1), 0)
     with pytest.raises(LearnerError, match="without the teacher's log-probs"):
-        Reference(settings, learner).score(learner, [part])
+        Reference(settings, learner).add_logprobs(learner, [part])
 
 
 def with_teacher(row: TrainRow) -> TrainRow:
