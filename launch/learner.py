@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host, push_place
 from launch.start.dry_run import try_task
+from launch.start.places import check_ranks
 from launch.start.preflight import check_launch, load_here
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import CheckpointConfig, Config, RolloutConfig, SyncConfig
@@ -70,7 +71,10 @@ def learn(config_path: str, overrides: Sequence[str], *, store: str | None = Non
                 print(f"run {config.run_dir}/{config.name}: {ALL_DONE}", flush=True)
             return 0
         restarted = restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = [lambda: check_ranks(config.rollout, ranks_here)]
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_launch(config, world_size=world_size, restarted=restarted, server=gpus)
         if first and not restarted:
             try_task(config)
         with alone_in_its_folders(config.checkpoint, Path(config.run_dir) / config.name, first=first):

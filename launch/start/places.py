@@ -9,7 +9,9 @@ from pathlib import Path
 from launch.start.cuda import cuda_problem
 from moe_trm.config.schema import CheckpointConfig, RecordConfig, RolloutConfig, SyncConfig, TaskConfig
 from moe_trm.errors import ConfigError, refuse_together
+from moe_trm.rollout.servers.placement import Placement, gpus_of, place, servers_here
 from moe_trm.rollout.servers.port import held_port
+from moe_trm.rollout.servers.process import visible_gpus
 from moe_trm.runtime.private import PREFIX
 from moe_trm.tasks.rows import check_source
 
@@ -40,9 +42,35 @@ def check_folders(
     refuse_together(*writable, lambda: _temporary(Path(tempfile.gettempdir())))
 
 
-def check_server(rollout: RolloutConfig) -> None:
-    """The rollout server of this machine has its device and its port. Raises `ConfigError`, `EngineError`."""
-    refuse_together(lambda: _device(rollout), lambda: _port(rollout))
+def check_server(rollout: RolloutConfig, num_ranks: int = 0) -> None:
+    """A rollout server of this machine has its GPUs beside those of `num_ranks` learner ranks, and its port.
+
+    Raises `ConfigError`, `EngineError`.
+    """
+    num_servers, _ = servers_here(rollout, rollout.server.port)
+    refuse_together(
+        lambda: _device(rollout), lambda: check_gpus(rollout, num_servers, num_ranks), lambda: _port(rollout)
+    )
+
+
+def check_ranks(rollout: RolloutConfig, num_ranks: int) -> None:
+    """The learner ranks of this machine have GPUs that its rollout server leaves. Raises `ConfigError`.
+
+    Where CUDA_VISIBLE_DEVICES is set, this process may see other GPUs than the server.
+    """
+    beside = rollout.starts_server and "CUDA_VISIBLE_DEVICES" not in os.environ
+    check_gpus(rollout, int(beside), num_ranks)
+
+
+def check_gpus(rollout: RolloutConfig, num_servers: int, num_ranks: int) -> Placement | None:
+    """The GPUs of this machine for so many servers and learner ranks; None where it has none.
+
+    Raises `ConfigError` where they are too few.
+    """
+    if not (gpus := visible_gpus()):
+        return None
+    shared = rollout.colocate
+    return place(len(gpus), gpus_of(rollout), num_servers=num_servers, num_ranks=num_ranks, shared=shared)
 
 
 def _port(rollout: RolloutConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from launch.start.cuda import check_gpus
 from launch.start.dry_run import try_task
-from launch.start.places import check_folders, check_prompts, check_server
+from launch.start.places import check_folders, check_prompts, check_ranks, check_server
 from moe_trm.config import load_with_choices
 from moe_trm.config.choices import Choice, settle_here
 from moe_trm.config.problems import Problem, refuse
@@ -86,8 +86,9 @@ def check_start(config: Config, world_size: int) -> None:
 
     Raises `EngineError` too, for a port that is taken.
     """
-    server = [lambda: check_server(config.rollout)] if config.rollout.starts_server else []
-    check_launch(config, world_size=world_size, server=server)
+    rollout = config.rollout
+    check = check_server if rollout.starts_server else check_ranks
+    check_launch(config, world_size=world_size, server=[lambda: check(rollout, world_size)])
     try_task(config)
 
 

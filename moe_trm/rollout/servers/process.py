@@ -11,9 +11,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from moe_trm.config.choices import server_device
-from moe_trm.config.schema import ServerConfig
+from moe_trm.config.schema import RolloutConfig, ServerConfig
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.servers.backend import Launch, Served, ServerBackend, backend_of
+from moe_trm.rollout.servers.placement import gpus_of, place, servers_here
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline, members, signal_group
 from moe_trm.runtime.patience import patient
@@ -135,7 +136,7 @@ def start_server(served: Served, log_path: Path, api_key: str, *, cancelled: thr
 
     Raises:
         CheckpointError: the checkpoint folder does not exist, or the engine does not know its weights.
-        ConfigError: settings or weights that the engine cannot serve.
+        ConfigError: settings or weights that the engine cannot serve, or too few GPUs.
         EngineError: the port is taken, the server died while starting, or it was not ready within `startup_timeout_s`.
     """
     checkpoint = Path(served.model.checkpoint).resolve()
@@ -155,7 +156,8 @@ def start_server(served: Served, log_path: Path, api_key: str, *, cancelled: thr
             held_port(settings.host, settings.port) as port,
             backend.launch(served, port, api_key, scratch.path) as launch,
         ):
-            server = _spawn(launch, backend, settings.host, port, log_path, api_key, scratch)
+            placed = replace(launch, environment={**launch.environment, **_gpus(served.rollout, port)})
+            server = _spawn(placed, backend, settings.host, port, log_path, api_key, scratch)
             try:
                 _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
             except BaseException:
@@ -166,6 +168,23 @@ def start_server(served: Served, log_path: Path, api_key: str, *, cancelled: thr
         scratch.remove()
         raise
     return server
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that CUDA shows to this process, as CUDA_VISIBLE_DEVICES names them; none where there is no CUDA."""
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return tuple(names[:number]) if len(names) >= number > 0 and names[0] else tuple(map(str, range(number)))
+
+
+def _gpus(rollout: RolloutConfig, port: int) -> Mapping[str, str]:
+    """CUDA_VISIBLE_DEVICES of the server at `port`, which numbers its GPUs from 0. Raises `ConfigError`."""
+    gpus = visible_gpus()
+    if not gpus or on_cpu(rollout.server):
+        return {}
+    num_servers, number = servers_here(rollout, port)
+    placed = place(len(gpus), gpus_of(rollout), num_servers=num_servers, shared=rollout.colocate)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[gpu] for gpu in placed.servers[number])}
 
 
 def on_cpu(settings: ServerConfig) -> bool:

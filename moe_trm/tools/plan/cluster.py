@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_trm.config.schema import RolloutConfig
 from moe_trm.errors import ConfigError
+from moe_trm.rollout.servers.placement import gpus_of, place
 from moe_trm.tools.plan.gpus import Gpu
 from moe_trm.tools.plan.parameters import Model
 from moe_trm.tools.plan.speed import cache_bytes
@@ -34,15 +35,18 @@ class Cluster:
     def split(self, rollout: RolloutConfig) -> tuple[int, int]:
         """GPUs that serve and GPUs that train.
 
-        With `rollout.colocate` all do both. On one node the servers take what one server needs.
+        With `rollout.colocate` all do both. On one node there is one server, and the launcher's rule places it.
 
         Raises:
             ConfigError: nothing is left to train on.
         """
         total = self.nodes * self.gpus
+        if self.nodes == 1:
+            placed = place(self.gpus, gpus_of(rollout), num_ranks=1, shared=rollout.colocate)
+            return total if rollout.colocate else sum(map(len, placed.servers)), len(placed.learner)
         if rollout.colocate:
             return total, total
-        serving = self.server_nodes * self.gpus if self.nodes > 1 else rollout.server.tensor_parallel
+        serving = self.server_nodes * self.gpus
         if not 0 < serving < total:
             raise ConfigError(
                 "no GPUs are left for one side",

@@ -112,7 +112,7 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
         gpu_of("V100")
     assert gpu_of("H100") is GPUS["h100"]
     config = load(QWEN_4_NODES)
-    with pytest.raises(ConfigError, match="no GPUs are left"):
+    with pytest.raises(ConfigError, match="too few GPUs"):
         Cluster(1, 8, gpu_of("h100"), 1).split(config.rollout)
     with pytest.raises(ConfigError, match="no such distribution"):
         log_normal(100, 0.0, 1000, 0)
