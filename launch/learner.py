@@ -251,8 +251,9 @@ def build_pusher(
     if not access.pushes:
         receivers = config.rollout.traits.broadcast_receivers
         sender = Sender(f"moe-trm-rank-{rank}", host.address, receivers)
-        return BroadcastPusher(learner, rollouts, sender, rounding, texts)
-    return DiskPusher(learner, rollouts, Path(access.pushes), rounding, texts)
+        return BroadcastPusher(learner, rollouts, sender, rounding, texts, colocated=config.rollout.colocate)
+    folder, colocated = Path(access.pushes), config.rollout.colocate
+    return DiskPusher(learner, rollouts, folder, rounding, texts, colocated=colocated)
 
 
 def fixed_texts(rollout: RolloutConfig, sync: SyncConfig, checkpoint: Path, rounding: Rounding) -> FixedTexts:

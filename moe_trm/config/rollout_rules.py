@@ -134,6 +134,13 @@ def _pipeline(
             expected="pipeline.mode=sync",
             fix="give the engine GPUs of its own, or train synchronously",
         )
+    if rollout.colocate and rollout.router is not None:
+        yield Problem(
+            "rollout.colocate",
+            "a router asks its servers for their health, and one that lent its memory dies of that",
+            got=f"true with rollout.router={rollout.router}",
+            expected="rollout.router=null, with which samples are shared among rollout.urls as well",
+        )
     if not pipeline.has_anchor_pass and replay.mode == "R2":
         yield Problem(
             "pipeline.behavior",

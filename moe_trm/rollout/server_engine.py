@@ -21,6 +21,7 @@ from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp
+from moe_trm.rollout.servers.loan import Loan
 from moe_trm.rollout.servers.ownership import Lease
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.remote import RemoteServer
@@ -80,7 +81,10 @@ class ServerEngine:
         self._router = Router(connect(rollout.router), api_key) if rollout.router else None
         endpoint = self._router.endpoint if self._router is not None else None
         self._fleet = Fleet(
-            [RemoteServer(connect(url), self._backend, endpoint, run=self._run) for url in rollout.addresses],
+            [
+                RemoteServer(connect(url), self._backend, endpoint, run=self._run, loan=Loan(url, api_key))
+                for url in rollout.addresses
+            ],
             self._load,
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
@@ -206,8 +210,8 @@ class ServerEngine:
         await self._fleet.update(version)
 
     async def release_memory(self) -> None:
-        """Every server in service releases its weights and cache; it takes the memory back around the next load."""
-        await asyncio.gather(*(server.release_memory() for server in self._fleet.servers if not server.fenced))
+        """See `Fleet.lend_memory`. Each server takes its memory back before the next load."""
+        await self._fleet.lend_memory()
 
     def metrics(self) -> dict[str, float]:
         """Now: `rollout/servers` in service and `rollout/servers_lost`. The others are totals since the start.
@@ -227,7 +231,8 @@ class ServerEngine:
     async def close(self) -> None:
         """Release connections and groups."""
         try:
-            await self._client.close()
+            if not any(server.lent for server in self._fleet.servers):
+                await self._client.close()
             await self._fleet.close()
         finally:
             self._lease.release()
@@ -248,7 +253,7 @@ class ServerEngine:
         `keeps`: samples may wait in it. It would go on with them before the weights are proved by use.
         """
         version = server.version
-        await server.resume_memory("weights")
+        await server.resume_memory()
         if self._shares is not None:
             version = self._shares[0]
             await self._receive(server, *self._shares)
@@ -258,7 +263,6 @@ class ServerEngine:
             small = keeps and sum(map(num_bytes, push.tensors)) <= KEPT_PUSH_BYTES
             keeping = self._fleet.keeping(server) if small else nullcontext()
             await self._client.load(server.http, Delivery(push, expected, keeping))
-        await server.resume_memory("kv_cache")
         await self._client.loaded(server.http)
         return version
 

@@ -149,11 +149,14 @@ class ServerBackend(AnswerFormat):
         return status in (400, 413, 422)
 
     async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
-        """Release the device memory of `weights` and `kv_cache`. Asked where `EngineTraits.lends_memory` is set."""
+        """Release the device memory of `weights` and `kv_cache`, once the server says that it is idle.
+
+        It generates nothing until it was given weights. Asked where `EngineTraits.lends_memory` is set.
+        """
         raise NotImplementedError
 
     async def resume_memory(self, http: EngineHttp, tag: str) -> None:
-        """Take it back."""
+        """Take one of them back, the weights first. Nothing else was asked since the release."""
         raise NotImplementedError
 
     @abstractmethod

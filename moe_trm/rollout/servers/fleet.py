@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
 from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, refused
@@ -181,16 +182,22 @@ class Fleet:
         weights are not the learner's, `EngineError` when no server came back in time.
         """
         self._version = version
+        for server in (server for server in self.servers if server.fenced):
+            server.end_loan()
         if self._rolling:
             await self._roll()
         else:
             await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
         await self._ready()
 
+    async def lend_memory(self) -> None:
+        """Lend the memory of every server to the learner, until the next `update`. Raises `EngineError`."""
+        await asyncio.gather(*(server.lend(partial(self._fence, server)) for server in self.servers))
+
     async def fence_restarted(self) -> None:
         """Fence servers that were restarted while idle: their label differs. Raises `SyncError` if another run's."""
         for server in self.servers:
-            if server.fenced or server.updating:
+            if server.fenced or server.updating or server.lent:
                 continue
             try:
                 same = await server.serves_proved(patient(DOOR_S))
@@ -246,7 +253,7 @@ class Fleet:
 
     def _may_sample(self, server: RemoteServer) -> bool:
         """True for a server that has the newest weights, waits its turn for them, or keeps samples until then."""
-        if server.fenced:
+        if server.fenced or server.lent:
             return False
         current = server.version == self._version or server in self._waiting
         return server.keeping or (current and not server.updating)
@@ -296,7 +303,8 @@ class Fleet:
         # another.
         hidden = server.updating or (self._router is not None and server.in_flight)
         door_s = patient(DOOR_S)
-        if server.fenced or not (hidden or server.silent_s > patient(SILENCE_S)) or await server.alive(door_s):
+        unasked = server.fenced or server.lent or not (hidden or server.silent_s > patient(SILENCE_S))
+        if unasked or await server.alive(door_s):
             self._suspects.discard(server)
         elif server not in self._suspects:
             self._suspects.add(server)
@@ -333,7 +341,9 @@ class Fleet:
         while True:
             newest = self._version
             try:
-                if await server.generates(patient(HEALTH_S)):
+                if server.lent:  # it comes back when there is room
+                    deadline = clock() + self._patience_s
+                elif await server.generates(patient(HEALTH_S)):
                     await self._prove(server)
                     break
             except ServerUnfit as error:

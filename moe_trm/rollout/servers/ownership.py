@@ -17,6 +17,7 @@ import urllib.parse
 from contextlib import suppress
 
 from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.runtime.held_name import hold
 from moe_trm.runtime.patience import patient
 
 LEASE_WAIT_S = 20.0
@@ -29,7 +30,7 @@ _LABEL = re.compile(r"(\d+)(?:-([0-9a-f]+))?", re.ASCII)
 
 
 class Lease:
-    """Names in Linux's abstract namespace, which the kernel gives to one process of this network at a time.
+    """Held names (`moe_trm.runtime.held_name`) of the servers that one run samples from.
 
     They are made of the server's key, so that nobody without it can foretell them.
     """
@@ -43,23 +44,17 @@ class Lease:
             return
         name = await asyncio.to_thread(_name, url, api_key or "")
         until = time.monotonic() + patient(LEASE_WAIT_S)
-        holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._held.append(holder)
-        while True:
-            try:
-                holder.bind(name)
-                holder.listen()
-                return
-            except OSError as error:
-                if time.monotonic() > until:
-                    raise EngineError(
-                        "another run samples from this rollout server",
-                        where=url,
-                        got=_holder(name),
-                        expected="one run for one server: each gives it weights of its own",
-                        fix="Stop that run, or start a server for this one (rollout.url=null, or another address).",
-                    ) from error
+        while (holder := hold(name)) is None:
+            if time.monotonic() > until:
+                raise EngineError(
+                    "another run samples from this rollout server",
+                    where=url,
+                    got=_holder(name),
+                    expected="one run for one server: each gives it weights of its own",
+                    fix="Stop that run, or start a server for this one (rollout.url=null, or another address).",
+                )
             await asyncio.sleep(POLL_S)
+        self._held.append(holder)
 
     def release(self) -> None:
         """Let others have the servers. Safe to call twice."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from moe_trm.errors import EngineError
+from moe_trm.errors import EngineError, EngineLost
 from moe_trm.rollout.servers.arrival import ANSWER_S, Arrival
 from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.endpoint import Endpoint, Post, T
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.loan import Loan
 from moe_trm.rollout.servers.ownership import label_of, refuse_foreign
 from moe_trm.runtime.patience import patient
 from moe_trm.types import ServerState
@@ -22,7 +24,7 @@ ABORT_PAUSE_S = 0.2
 class RemoteServer:
     """Requests to one server. `http` is its own connection; samples are asked for at `endpoint`, if that is another.
 
-    `run` is the name of the run in the labels of its weights; empty: they are bare versions.
+    `loan`: of its memory. `run` is the name of the run in the labels of its weights; empty: they are bare versions.
 
     Attributes:
         version: of the weights it was proved to serve; None before the first push.
@@ -33,9 +35,16 @@ class RemoteServer:
     """
 
     def __init__(
-        self, http: EngineHttp, backend: ServerBackend, endpoint: Endpoint | None = None, *, run: str = ""
+        self,
+        http: EngineHttp,
+        backend: ServerBackend,
+        endpoint: Endpoint | None = None,
+        *,
+        run: str = "",
+        loan: Loan | None = None,
     ) -> None:
         self.http, self.backend, self._endpoint, self._run = http, backend, endpoint or Endpoint(http), run
+        self._loan = loan or Loan(http.url, None)
         self.version: int | None = None
         self.updating = self.keeping = self.fenced = self.released = False
         self.why, self._fenced_at = "", 0.0
@@ -80,7 +89,7 @@ class RemoteServer:
         """Take it out of service and drop its requests in flight."""
         self._fenced_at = self._fenced_at if self.fenced else time.monotonic()
         self.fenced, self.why = True, why
-        self.released = False  # one that comes back was started anew
+        self.end_loan()  # one that comes back was started anew
         self.give_up()
 
     def give_up(self) -> None:
@@ -91,18 +100,45 @@ class RemoteServer:
         """Give up what is in flight and release the connections."""
         await self._endpoint.close()
         await self.http.close()
+        self.end_loan()
+
+    @property
+    def lent(self) -> bool:
+        """True while its memory is the learner's. Nobody asks it anything then, and it is not started again."""
+        return self._loan.held
+
+    async def lend(self, lost: Callable[[EngineLost], None]) -> None:
+        """Lend its memory to the learner. One that is out of service is not started again before it is given back.
+
+        `lost` is called where the server is lost in this.
+        """
+        if not self.fenced:
+            try:
+                await self.release_memory()
+            except EngineLost as error:
+                lost(error)
+            else:
+                return
+        await self._loan.take()
+
+    def end_loan(self) -> None:
+        """Let others ask the server again. Safe to call twice."""
+        self.released = False
+        self._loan.release()
 
     async def release_memory(self) -> None:
         """Release the device memory of weights and cache, once nothing is in flight; their contents are lost."""
         await self.drained()
+        await self._loan.take()
         await self.backend.release_memory(self.http, MEMORY_TAGS)
         self.released = True
 
-    async def resume_memory(self, tag: str) -> None:
-        """Take the memory of `weights` or `kv_cache` back, if it was released."""
+    async def resume_memory(self) -> None:
+        """Take the memory back, if it was released. The server does not generate before it is given weights."""
         if self.released:
-            await self.backend.resume_memory(self.http, tag)
-            self.released = tag != MEMORY_TAGS[-1]
+            for tag in MEMORY_TAGS:
+                await self.backend.resume_memory(self.http, tag)
+        self.end_loan()
 
     async def alive(self, timeout_s: float) -> bool:
         """True when its process answers.

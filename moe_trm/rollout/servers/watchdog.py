@@ -1,5 +1,7 @@
 """Restarts of one rollout server that died or hangs, on the same port with the same key.
 
+A server that lends its memory to the learner is left alone until it has it back (`loan.py`).
+
 A server that is late on a loaded machine is not lost: what counts is that its process does nothing while it is asked.
 A restarted server serves the checkpoint's weights without a version number. The controller notices this and gives it
 the newest push. It samples nothing from the server before the push is proved (`fleet.py`).
@@ -17,6 +19,7 @@ from types import TracebackType
 
 from moe_trm.errors import EngineError, MoeTrmError
 from moe_trm.rollout.servers.backend import Served
+from moe_trm.rollout.servers.loan import Loan
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.runtime.activity import Activity, activity_of
 from moe_trm.runtime.patience import patient
@@ -48,6 +51,7 @@ class Watchdog:
         server = served.rollout.server.model_copy(update={"port": port})
         self._settings = server
         self._served = replace(served, rollout=served.rollout.model_copy(update={"server": server}))
+        self._loan = Loan(self._server.url, api_key)
         self._ending, self._over = threading.Event(), threading.Event()
         self.restarts, self._spoke = 0, True
         self._thread = threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True)
@@ -88,11 +92,19 @@ class Watchdog:
         looked = well = time.monotonic()
         while not self._ending.wait(POLL_S):
             trouble = self._death()
-            if trouble is None and time.monotonic() - looked > LOOK_S:
-                trouble, healthy = self._look(well)
-                self._server.adopt_mapped()  # before it is killed together with this process
-                looked = time.monotonic()
-                well = looked if healthy else well
+            if trouble is None and time.monotonic() - looked <= LOOK_S:
+                continue
+            if not self._loan.try_take():  # its memory is the learner's: it is asked nothing, and not started again
+                looked = well = time.monotonic()
+                continue
+            try:
+                if trouble is None:
+                    trouble, healthy = self._look(well)
+                    self._server.adopt_mapped()  # before it is killed together with this process
+                    looked = time.monotonic()
+                    well = looked if healthy else well
+            finally:
+                self._loan.release()
             if trouble is None:
                 continue
             if self.restarts >= self._settings.max_restarts:

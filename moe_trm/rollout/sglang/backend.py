@@ -24,6 +24,10 @@ from moe_trm.rollout.sglang.served_differences import (
     remark_on_epsilons,
 )
 from moe_trm.rollout.sglang.start_folder import check_quantised
+from moe_trm.runtime.patience import patient
+
+IDLE_S = 60.0
+"""Longest wait for a server whose answers have all come to say that it is idle: a health check may still run."""
 
 
 class SglangBackend(SglangAnswers, ServerBackend):
@@ -72,12 +76,20 @@ class SglangBackend(SglangAnswers, ServerBackend):
         return super().refuses_request(status, text) or "context length" in text
 
     async def release_memory(self, http: EngineHttp, tags: Sequence[str]) -> None:
-        """`/release_memory_occupation`."""
-        await http.post("/release_memory_occupation", {"tags": [*tags]})
+        """`/release_memory_occupation`, when `/flush_cache` says that nothing runs or waits.
+
+        SGLang's scheduler dies of a release while anything runs. In the pause that a push ends, a request from
+        elsewhere waits at the door. A release is not asked for twice, and neither is a return: of the second, the
+        scheduler dies too.
+        """
+        idle_s = patient(IDLE_S)
+        await http.request("POST", f"/flush_cache?timeout={idle_s:.0f}", {}, timeout_s=2 * idle_s)
+        await http.post("/pause_generation", {"mode": "retract"})
+        await http.request("POST", "/release_memory_occupation", {"tags": [*tags]}, attempts=1)
 
     async def resume_memory(self, http: EngineHttp, tag: str) -> None:
         """`/resume_memory_occupation`."""
-        await http.post("/resume_memory_occupation", {"tags": [tag]})
+        await http.request("POST", "/resume_memory_occupation", {"tags": [tag]}, attempts=1)
 
     def writing_states(self, folder: Path) -> Sequence[str]:
         """See `hidden_states.FLAG`."""

@@ -49,6 +49,12 @@ STREAM = {**ASYNC, "stream": True}
         ({"mode": "periodic", "max_staleness": 2}, {}, "pipeline.max_staleness", "none, or 0"),
         ({**ASYNC, "push_every": 3, "max_staleness": 1}, {}, "pipeline.max_staleness", "at least 2"),
         ({"push_every": 2}, {"rollout": {"colocate": True}}, "rollout.colocate", "gets it back with a push"),
+        (
+            {},
+            {"rollout": {"colocate": True, "urls": URLS, "router": "http://127.0.0.1:3"}},
+            "rollout.colocate",
+            "asks its servers for their health",
+        ),
         ({"push_every": 2}, {"train": {"eval_every": 3}}, "train.eval_every", "a multiple of 2"),
         (
             {**ASYNC, "rolling_push": True},

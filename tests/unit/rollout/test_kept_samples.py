@@ -140,8 +140,7 @@ def test_a_lost_server_has_its_memory_again_when_it_comes_back() -> None:
         await server.release_memory()
         if lost:
             server.fence("connection refused")
-        for tag in MEMORY_TAGS:
-            await server.resume_memory(tag)
+        await server.resume_memory()
         assert not server.released
         await server.close()
         return [*asked]
