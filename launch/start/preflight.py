@@ -22,11 +22,11 @@ from moe_trm.config.schema import CheckpointConfig, Config, ParallelConfig
 from moe_trm.errors import CheckpointError, refuse_together
 from moe_trm.learner.checkpoint.folder import CheckpointFolder, read_manifest
 from moe_trm.learner.checkpoint.resumption import folder_of
-from moe_trm.learner.deepspeed.settings import check_model
+from moe_trm.learner.deepspeed.settings import check_installed
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.megatron.layers import layers_here, transformer_engine_problem
-from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.learner.model_rules import check_trained
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.models.registry import keeps_packs_apart
 from moe_trm.observe.trackers import check_trackers
@@ -132,14 +132,19 @@ def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
 
     Raises `ConfigError` or `CheckpointError` with the reason.
     """
-    hf_config = read_hf_config(config.model.checkpoint)
-    if config.learner.backend == "deepspeed":
-        check_model(config, hf_config)
-    else:
-        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
-        layers_here(config.learner, hf_config)
+    hf_config, where = read_hf_config(config.model.checkpoint), f"{config.model.checkpoint}/config.json"
+    is_megatron = config.learner.backend == "megatron"
+    megatron = version("megatron-core") if is_megatron else ""
+    checks: list[Callable[[], object]] = [
+        lambda: check_trained(config, hf_config, where, megatron=megatron, world_size=world_size)
+    ]
     if config.rollout.traits.has_servers:
-        backend_of(config.rollout.engine).check(Served.of(config))
+        checks.append(lambda: backend_of(config.rollout.engine).check(Served.of(config)))
+    refuse_together(*checks)
+    if is_megatron:
+        layers_here(config.learner, hf_config)
+    else:
+        check_installed()
     return hf_config
 
 

@@ -38,6 +38,8 @@ class EngineTraits:
         packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
             `Problem`s. Empty: none.
+        model_rules: `package.module:function` that refuses a model which its servers cannot serve, and imports no
+            torch. Its arguments are those of `moe_trm.rollout.servers.model_rules.check_served`. Empty: none.
     """
 
     has_weights: bool = True
@@ -52,6 +54,7 @@ class EngineTraits:
     fixed_order: bool = False
     packages: tuple[str, ...] = ()
     rules: str = ""
+    model_rules: str = ""
 
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
@@ -64,6 +67,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             fixed_order=True,
             packages=("sglang==0.5.23",),
             rules="moe_trm.rollout.sglang.server_flags:refusals",
+            model_rules="moe_trm.rollout.sglang.model_rules:check_model",
         ),
         "vllm": EngineTraits(
             broadcast_receivers=1,
@@ -72,6 +76,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             awaits_weights=True,
             scores_tokens=True,
             rules="moe_trm.rollout.vllm.rules:refusals",
+            model_rules="moe_trm.rollout.vllm.model_rules:check_model",
         ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }

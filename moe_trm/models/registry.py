@@ -95,10 +95,13 @@ def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
+_NO_CONVERSION = "Use a checkpoint of one of these families, or learner.backend=deepspeed, which needs no conversion."
+
+
+def family_of(hf_config: Mapping[str, Any], where: str, fix: str = _NO_CONVERSION) -> Family:
     """The family of a config.json.
 
-    Raises `CheckpointError` when it is not supported; `where` is the file, for the message.
+    Raises `CheckpointError` when it is not supported; `where` is the file, for the message, and `fix` its advice.
     """
     refuse_unsupported(hf_config, where)
     family = find_family(hf_config)
@@ -108,6 +111,6 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
             where=where,
             got=hf_config.get("architectures") or [""],
             expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
-            fix="Use a checkpoint of one of these families, or learner.backend=deepspeed, which needs no conversion.",
+            fix=fix,
         )
     return family

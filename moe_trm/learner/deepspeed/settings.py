@@ -22,7 +22,7 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "l
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse runs that cannot be trained: models whose log-probs would be wrong, machines without DeepSpeed.
+    """Refuse models whose log-probs would be wrong, and combinations that cannot be trained.
 
     Args:
         config: the whole run.
@@ -30,16 +30,8 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: logits that are more than `W h`, or a model that no learner trains rightly now.
-        ConfigError: replay of a dense model, packs of a model that is not known to keep them apart, or no DeepSpeed.
+        ConfigError: replay of a dense model, or packs of a model that is not known to keep them apart.
     """
-    if find_spec("deepspeed") is None:
-        raise ConfigError(
-            "DeepSpeed is not installed",
-            where="learner.backend",
-            got="deepspeed",
-            expected="the package deepspeed",
-            fix="pip install 'moe-trm[deepspeed]', or set learner.backend=megatron.",
-        )
     where = f"{config.model.checkpoint}/config.json"
     refuse_unsupported(hf_config, where)
     for key in _LOGIT_CHANGES:
@@ -61,6 +53,18 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         )
     check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))
     check_lora(config.learner, hf_config)
+
+
+def check_installed() -> None:
+    """Refuse a machine without DeepSpeed. Raises `ConfigError`."""
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "DeepSpeed is not installed",
+            where="learner.backend",
+            got="deepspeed",
+            expected="the package deepspeed",
+            fix="pip install 'moe-trm[deepspeed]', or set learner.backend=megatron.",
+        )
 
 
 def zero_config(learner: LearnerConfig, optimizer: OptimizerConfig) -> dict[str, Any]:

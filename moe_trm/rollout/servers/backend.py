@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_trm.config.choices import wants_routes
+from moe_trm.config.choices import server_device, wants_routes
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError, SyncError
 from moe_trm.methods.load import load_function
+from moe_trm.models.hf_config import read_whole_config
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.model_rules import check_served
 from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
@@ -120,7 +123,14 @@ class ServerBackend(AnswerFormat):
     health_path: ClassVar[str] = "/health"
 
     def check(self, served: Served) -> None:
-        """Refuse what its servers cannot serve, from config.json alone. Raises `ConfigError`, `CheckpointError`."""
+        """Refuse what its servers cannot serve, from config.json alone (`EngineTraits.model_rules`).
+
+        Raises `ConfigError`, `CheckpointError`.
+        """
+        checkpoint, rollout = served.model.checkpoint, served.rollout
+        cuda = server_device(rollout.server, cuda=torch.cuda.is_available())[0] == "cuda"
+        whole, where = read_whole_config(checkpoint), f"{checkpoint}/config.json"
+        check_served(whole, where, rollout, masks=served.masks, exact=served.exact, cuda=cuda)
 
     def remark(self, checkpoint: Path) -> str:
         """A difference of the served model from the checkpoint's that a run can bear; empty: none is known.

@@ -6,24 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_trm.config.engines import DEFAULT, ENGINES
-from moe_trm.errors import EngineLost, refuse_together
+from moe_trm.errors import EngineLost
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.rollout.servers.backend import Served, ServerBackend
+from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
-from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.given_tokens import greedy_tokens, scores_of
 from moe_trm.rollout.sglang.hidden_states import FLAG, read_states
 from moe_trm.rollout.sglang.launch import launched
-from moe_trm.rollout.sglang.served_differences import (
-    check_epsilons,
-    check_intervals,
-    check_layers,
-    check_options,
-    remark_on_epsilons,
-)
-from moe_trm.rollout.sglang.start_folder import check_quantised
+from moe_trm.rollout.sglang.served_differences import remark_on_epsilons
 from moe_trm.runtime.patience import patient
 
 IDLE_S = 60.0
@@ -41,19 +33,6 @@ class SglangBackend(SglangAnswers, ServerBackend):
     client = staticmethod(SglangClient)
     decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
     hidden_states = staticmethod(read_states)
-
-    def check(self, served: Served) -> None:
-        """See `check_quantised` of `start_folder`, and each `check_*` of `served_differences`."""
-        checkpoint = served.model.checkpoint
-        hf, where = read_hf_config(checkpoint), f"{checkpoint}/config.json"
-        refuse_together(
-            lambda: check_quantised(served.rollout, served.model),
-            lambda: check_indexer(hf, where),
-            lambda: check_intervals(hf, where),
-            lambda: check_layers(hf, where),
-            lambda: check_options(hf, where),
-            lambda: check_epsilons(hf, where),
-        )
 
     def remark(self, checkpoint: Path) -> str:
         """See `remark_on_epsilons`."""

@@ -18,8 +18,9 @@ import logging
 import shutil
 from pathlib import Path
 
-from moe_trm.config.schema import ModelConfig, RolloutConfig
+from moe_trm.config.schema import RolloutConfig
 from moe_trm.errors import ConfigError
+from moe_trm.models.family import HfConfig
 from moe_trm.models.hf_config import has_sections, library_config, read_hf_config, read_whole_config, reads_images
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.models.registry import find_family
@@ -35,16 +36,14 @@ def has_plain_weights(checkpoint: Path) -> bool:
     return quantisation_of(read_hf_config(checkpoint), f"{checkpoint}/config.json") is None
 
 
-def check_quantised(rollout: RolloutConfig, model: ModelConfig) -> None:
+def check_quantised(rollout: RolloutConfig, hf: HfConfig, where: str) -> None:
     """Refuse what is not known to work with a quantised checkpoint. Raises `ConfigError`, `CheckpointError`."""
-    checkpoint = Path(model.checkpoint)
-    if rollout.quantization is None or has_plain_weights(checkpoint):
+    if quantisation_of(hf, where) is None or rollout.quantization is None:
         return
     raise ConfigError(
         "an engine that rounds the weights it is sent is not known to work with a quantised checkpoint",
         where="config key rollout.quantization",
-        got=f"{rollout.quantization} with {checkpoint}, whose weights are "
-        f"{read_hf_config(checkpoint)['quantization_config'].get('quant_method')}",
+        got=f"{rollout.quantization} with weights that are {hf['quantization_config'].get('quant_method')} ({where})",
         expected="none: the engine then computes with the dequantised weights",
         fix=(
             "Leave rollout.quantization out. rollout.fake_quantization=fp8_e4m3 with "

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from launch.start.checks import Check
-from moe_trm.config.schema import CheckpointConfig, Config, LearnerConfig, RolloutConfig, SyncConfig
+from moe_trm.config.schema import CheckpointConfig, LearnerConfig, RolloutConfig, SyncConfig
 
 TESTED = {
     "torch": "2.13.0",
@@ -29,16 +29,23 @@ BYTES_PER_PUSH = 2
 """Pushes that may lie in shared memory at once, in sizes of the checkpoint."""
 
 
-def environment(config: Config) -> Iterator[Check]:
-    """Every check that needs neither engine nor checkpoint tensors."""
+def environment(
+    folder: str,
+    rollout: RolloutConfig,
+    learner: LearnerConfig,
+    sync: SyncConfig,
+    checkpoint: CheckpointConfig,
+    run_dir: str,
+) -> Iterator[Check]:
+    """Every check that needs neither engine nor checkpoint tensors; `folder`: of the model."""
     yield _python()
-    yield from _packages(config.rollout, config.learner)
-    yield _devices(config.rollout)
-    size = checkpoint_bytes(Path(config.model.checkpoint))
+    yield from _packages(rollout, learner)
+    yield _devices(rollout)
+    size = checkpoint_bytes(Path(folder))
     yield _memory(size)
-    yield _shared_memory(config.sync, config.rollout, size)
-    yield _disk(config.run_dir, config.checkpoint, size)
-    yield _port(config.rollout)
+    yield _shared_memory(sync, rollout, size)
+    yield _disk(run_dir, checkpoint, size)
+    yield _port(rollout)
 
 
 def checkpoint_bytes(folder: Path) -> int:

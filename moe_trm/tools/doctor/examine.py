@@ -110,7 +110,8 @@ def examine(
 
 
 def _before(config: Config, world_size: int) -> Iterator[Check]:
-    yield from environment(config)
+    folder, keeps = config.model.checkpoint, config.checkpoint
+    yield from environment(folder, config.rollout, config.learner, config.sync, keeps, config.run_dir)
 
     def launch() -> str:
         check_launch(config, world_size=world_size)

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
+from moe_trm.rollout.servers.model_rules import check_served
 from moe_trm.tools.plan.candidates import Judged, judge
 from moe_trm.tools.plan.cluster import Cluster, Serving, serving
 from moe_trm.tools.plan.columns import columns_per_token
@@ -108,11 +109,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that all configurations of a run share: its model, the lengths of its samples, a kind of GPU."""
+    """Everything that all configurations of a run share: its model, the lengths of its samples, a kind of GPU.
+
+    `hf` is config.json of the text, `where` its file, and `whole` the file's content, where there is more in it.
+    """
 
     hf: Mapping[str, Any]
     assumptions: Assumptions
     where: str
+    whole: Mapping[str, Any] | None = None
+
+    def check_served(self, config: Config) -> None:
+        """Refuse a model that the engine does not serve on GPUs. Raises `ConfigError`, `CheckpointError`."""
+        masks, exact = config.keeps_masks, config.exact
+        check_served(self.whole or self.hf, self.where, config.rollout, masks=masks, exact=exact, cuda=True)
 
     def model(self, config: Config) -> Model:
         """Raises `ConfigError` or `CheckpointError` for adapters or a model that cannot be."""
@@ -233,7 +243,8 @@ def build(config: Config, work: Work, cluster: Cluster) -> Plan:
     model, hf, assumptions = work.model(config), work.hf, work.assumptions
     serve_gpus, ranks = cluster.split(config.rollout)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
-    layout = judge(config, model, hf, work.load(config, ranks), work.step_tokens(config))
+    work.check_served(config)
+    layout = judge(config, model, hf, work.load(config, ranks), work.step_tokens(config), work.where)
     held = layout.resident if config.rollout.colocate else 0.0
     servers = serving(config.rollout, model, hf, cluster, serve_gpus, held)
     fleet = work.fleet(model, config, cluster, servers)

@@ -10,9 +10,7 @@ from math import ceil
 from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
-from moe_trm.learner.dense import check_routes
-from moe_trm.learner.megatron.layout import check_layout
-from moe_trm.models.hf_config import moe_layers
+from moe_trm.learner.model_rules import check_trained
 from moe_trm.tools.plan.kept import BYTES
 from moe_trm.tools.plan.memory import Load, MemoryKind, deepspeed_memory, megatron_memory, stepped_elements
 from moe_trm.tools.plan.parameters import Model
@@ -62,15 +60,14 @@ class Judged:
         return sum(self.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "other"))
 
 
-def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float) -> Judged:
-    """The configured layout. Raises `ConfigError` or `CheckpointError` with the reason of the layout rules."""
+def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float, where: str) -> Judged:
+    """The configured layout. Raises `ConfigError` or `CheckpointError` as a start does (`check_trained`)."""
     learner = config.learner
     load = replace(load, micro_batches=ceil(micro_batches(config.learner, config.rollout, step_tokens, load.world)))
+    check_trained(config, hf, where, megatron=megatron_version(), world_size=load.world)
     if learner.backend == "deepspeed":
-        check_routes(config, str(hf.get("architectures")), is_moe=bool(moe_layers(hf)))
         stage, memory = deepspeed_memory(model, hf, learner, load)
     else:
-        check_layout(config, megatron_version(), hf, world_size=load.world)
         stage, memory = megatron_memory(model, hf, learner, load)
     waiting = bubble(config.learner, config.rollout, len(model.layers), step_tokens, load.world)
     layers = tuple(len(own) for own in layers_of(learner.parallel, len(model.layers)))

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     own = {"memory_gb": args.memory_gb, "bandwidth_gb_s": args.bandwidth_gb_s, "tflops": args.tflops}
     gpu = replace(gpu, **{name: value for name, value in own.items() if value is not None})
     cluster = Cluster(args.nodes, args.gpus, gpu, args.server_nodes or 1)
-    work = Work(hf, _assumptions(args, config.rollout), where)
+    work = Work(hf, _assumptions(args, config.rollout), where, whole)
     found = search(config, work, cluster, args.server_nodes)
     before = (
         config

@@ -156,7 +156,8 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
     Raises:
         CheckpointError: an architecture without a family, or a size that config.json does not have.
     """
-    family = family_of(hf, where)
+    fix = "Use a checkpoint of one of these families: the planner counts by them, for either learner."
+    family = family_of(hf, where, fix)
     try:
         hidden = int(hf["hidden_size"])
         vocabulary = int(hf["vocab_size"]) * hidden

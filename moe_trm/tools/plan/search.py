@@ -14,7 +14,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.megatron.stages import balanced
 from moe_trm.models.hf_config import moe_layers, num_experts
-from moe_trm.models.registry import family_of
+from moe_trm.models.registry import family_of, keeps_packs_apart
 from moe_trm.tools.plan.build import Plan, Simulated, Work, build, changed
 from moe_trm.tools.plan.candidates import Judged, judge
 from moe_trm.tools.plan.cluster import SERVER_SHARE, Cluster, serving
@@ -63,10 +63,16 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
         work: model and lengths.
         cluster: the machine.
         server_nodes: nodes that serve; None: any number, and also none, with servers on the learner's GPUs.
+
+    Raises:
+        ConfigError, CheckpointError: a model that no start accepts.
     """
     model = work.model(config)
+    work.check_served(config)
     if family_of(work.hf, work.where).not_in_megatron:
         config = changed(config, "learner", backend="deepspeed")
+    if config.learner.backend == "deepspeed" and not keeps_packs_apart(work.hf):
+        config = changed(config, "batch", layout="padded")
     config = _with_micro_batches(config, work)
     shortest: list[tuple[float, Config, Cluster]] = []
     lacking: list[str] = []
@@ -177,7 +183,7 @@ def _best(
         ordered = sorted(timed, key=lambda one: cost(one[0], fastest, one[1], one[3]))
         for _, _, seconds, candidate in islice(ordered, JUDGED):
             try:
-                judged: Judged = judge(candidate, model, work.hf, load, step_tokens)
+                judged: Judged = judge(candidate, model, work.hf, load, step_tokens, work.where)
             except (ConfigError, CheckpointError):
                 continue
             held = judged.resident if config.rollout.colocate else 0.0

@@ -12,7 +12,7 @@ from moe_trm.config import rules
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.deepspeed import settings
-from moe_trm.learner.deepspeed.settings import check_model, zero_config
+from moe_trm.learner.deepspeed.settings import check_installed, check_model, zero_config
 from tests.unit.sections import sections_of
 
 MOE = {"architectures": ["OlmoeForCausalLM"], "num_experts": 8}
@@ -100,7 +100,8 @@ def test_replay_of_a_dense_model_is_refused() -> None:
 def test_a_machine_without_deepspeed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"moe-trm\[deepspeed\]"):
-        check_model(config({}), MOE)
+        check_installed()
+    check_model(config({}), MOE)
 
 
 def test_checks_import_no_engine() -> None:

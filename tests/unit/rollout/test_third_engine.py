@@ -18,9 +18,9 @@ from moe_trm.rollout.recorded import BundleEngine
 from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.vllm.backend import VllmBackend
 from moe_trm.sync.manifest import WeightPush
-from moe_trm.tools.doctor.environment import environment
 from moe_trm.types import TrainBatch, TrainRow
 from tests.unit.rollout.scripted_engine import REJECTED, SCRIPT
+from tests.unit.tools.doctor.test_checks import looked
 
 SCRIPTED = f"{Path(__file__).with_name('scripted_engine.py')}:ScriptedEngine"
 ABLE = ("replay.mode=auto", "learner.minibatches=1", "probe.every=0", "sampling_mask.mode=off")
@@ -95,7 +95,7 @@ def test_settings_are_judged_by_its_traits(file: Path) -> None:
     assert "rollout.url has no effect" in told
     assert "rollout.bundle has no effect" in told
     config = load(file, [*ABLE, "rollout.server.port=1"])
-    checks = {check.name: check for check in environment(config)}
+    checks = {check.name: check for check in looked(config)}
     assert checks["port"].status == "skip"
     assert "sglang" not in checks
 

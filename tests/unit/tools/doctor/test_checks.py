@@ -23,6 +23,12 @@ def config(tmp_path: Path, **sections: object) -> Config:
     return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "run_dir": str(tmp_path), **sections})
 
 
+def looked(config: Config) -> list[Check]:
+    """Every check of the machine."""
+    folder, keeps = config.model.checkpoint, config.checkpoint
+    return [*environment(folder, config.rollout, config.learner, config.sync, keeps, config.run_dir)]
+
+
 def named(found: list[Check], name: str) -> Check:
     return next(check for check in found if check.name == name)
 
@@ -38,21 +44,21 @@ def test_a_taken_port_fails_and_a_free_one_passes(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        check = named(list(environment(config(tmp_path, rollout={"server": {"port": port}}))), "port")
+        check = named(looked(config(tmp_path, rollout={"server": {"port": port}})), "port")
     assert (check.status, str(port) in check.says) == ("fail", True)
     assert "rollout.server.port=0" in check.fix
-    assert named(list(environment(config(tmp_path, rollout={"server": {"port": 0}}))), "port").status == "ok"
+    assert named(looked(config(tmp_path, rollout={"server": {"port": 0}})), "port").status == "ok"
 
 
 def test_too_little_space_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_trm.tools.doctor.environment.checkpoint_bytes", lambda _folder: 2**60)
-    found = list(environment(config(tmp_path)))
+    found = looked(config(tmp_path))
     assert {named(found, name).status for name in ("disk", "weight pushes", "memory")} == {"fail"}
 
 
 def test_cuda_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = list(environment(config(tmp_path, rollout={"server": {"device": "cuda"}})))
+    found = looked(config(tmp_path, rollout={"server": {"device": "cuda"}}))
     assert named(found, "devices").status == "fail"
 
 

@@ -1,0 +1,35 @@
+"""Models and layouts that a learner does not train: refused alike by the planner, the doctor and every start.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_trm.config.schema import Config
+from moe_trm.learner.deepspeed.settings import check_model
+from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.models.quantisation import quantisation_of
+
+
+def check_trained(config: Config, hf: Mapping[str, Any], where: str, *, megatron: str, world_size: int) -> None:
+    """Refuse a model or a layout that the configured learner cannot train, from config.json alone.
+
+    Args:
+        config: the whole run.
+        hf: config.json of the text.
+        where: its file.
+        megatron: version of Megatron-Core.
+        world_size: learner ranks.
+
+    Raises:
+        ConfigError: a layout or combination that is refused.
+        CheckpointError: a model that this learner does not support, or weights in a form that is not read here.
+    """
+    if config.learner.backend == "deepspeed":
+        check_model(config, hf)
+    else:
+        check_layout(config, megatron, hf, world_size=world_size)
+    quantisation_of(hf, where)
