@@ -8,8 +8,9 @@ bfloat16 files; all rows are medians of rounds in turn. Beside the seconds are t
 there is to share out, also where neighbours keep the cores busy.
 
 The first rows are limits: the bytes copied in memory, written to the folder and read from it, the cast to bfloat16, the
-digest of a tensor (XXH3-128) and the engine's hash (SHA-256). An export has to cast, digest and write; a proof to read,
-digest and hash. The last rows have both over the sum of these limits on one core: what threads gain is below 1.
+digest of a tensor (XXH3-128), and the engine's hash on a CPU (SHA-256) and on CUDA, which is computed here on the CPU,
+too. An export has to cast, digest and write; a proof to read, digest and hash. The last rows have both over the sum of
+these limits on one core: what threads gain is below 1.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from torch import Tensor
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
+from moe_trm.rollout.servers.backend import Digests
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.rollout.sglang.disk_load import verified_checksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
+from moe_trm.rollout.sglang.gpu_hash import GpuTensorHash
 from moe_trm.sync.disk import write_buckets
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
@@ -83,9 +87,11 @@ def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterat
         "cast": lambda: wide.bfloat16(),
         "digest": lambda: tensor_digest(block),
         "hash": lambda: hashlib.sha256(tensor_bytes(block)).digest(),
+        "hash of CUDA": lambda: cuda_hash(block),
         "export": lambda: export(tensors, folder),
         "export, one after the other": lambda: export_in_turn(tensors, folder / "in-turn.safetensors"),
-        "proof": lambda: verified_checksums(push, "bfloat16"),
+        "proof": lambda: verified_checksums(push, EngineShape("bfloat16")),
+        "proof for CUDA": lambda: verified_checksums(push, EngineShape("bfloat16", "cuda")),
         "proof, one after the other": lambda: prove_in_turn(push),
     }
     scale = {name: repeated if not name.startswith(("export", "proof")) else 1.0 for name in ways}
@@ -111,6 +117,12 @@ def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterat
         yield {"what": name, "over": " + ".join(parts), "ratio": statistics.median(ratios)}
 
 
+def cuda_hash(tensor: Tensor) -> str:
+    digest = GpuTensorHash()
+    digest.update(tensor)
+    return digest.hexdigest()
+
+
 def read_again(path: Path, memory: bytearray) -> None:
     with path.open("rb", buffering=0) as file:
         file.readinto(memory)
@@ -128,8 +140,8 @@ def export_in_turn(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.unlink()
 
 
-def prove_in_turn(push: WeightPush) -> Mapping[str, str]:
-    checksums = EngineChecksums((entry.name for entry in push.tensors), "bfloat16")
+def prove_in_turn(push: WeightPush) -> Digests:
+    checksums = EngineChecksums((entry.name for entry in push.tensors), EngineShape("bfloat16"))
     for file in sorted({entry.file for entry in push.tensors}):
         for name, tensor in load_file(Path(push.directory) / file).items():
             tensor_digest(tensor)

@@ -249,7 +249,7 @@ def build_pusher(
     rounding = rounding_of(config.rollout, config.train, config.seed)
     texts = fixed_texts(config.rollout, config.sync, Path(config.model.checkpoint), rounding)
     if not access.pushes:
-        receivers = config.rollout.traits.broadcast_receivers
+        receivers = config.rollout.traits.broadcast_receivers - 1 + config.rollout.server.tensor_parallel
         sender = Sender(f"moe-trm-rank-{rank}", host.address, receivers)
         return BroadcastPusher(learner, rollouts, sender, rounding, texts, colocated=config.rollout.colocate)
     folder, colocated = Path(access.pushes), config.rollout.colocate

@@ -26,8 +26,9 @@ class EngineTraits:
         samples_live: it samples anew; else it gives back the recording in `rollout.bundle`.
         records_routes: its records can have the experts of every token.
         records_masks: its records can have the support that each token was sampled from.
-        broadcast_receivers: how many receive what a learner rank broadcasts by `sync.method=distributed`: the server's
-            ranks, and where they do not say what they received, a witness beside the controller. 0: it takes none.
+        broadcast_receivers: how many receive what a learner rank broadcasts to a server of one rank by
+            `sync.method=distributed`: that rank, and where it does not say what it received, a witness beside the
+            controller. 0: it takes none.
         has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
         lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).

@@ -142,6 +142,8 @@ class RolloutClient:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
         self._watch, self._look, self._lost = watch, 0, False
         self._number, self._asked, self._since = 0, list[bytes | memoryview](), 0.0
+        self.proves_tensors = True
+        """False once a push said that every one has to be proved by use."""
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         # Its name stays when its connection is lost, so that the answer finds it.
@@ -171,7 +173,8 @@ class RolloutClient:
 
         `texts`: of the proof by use, the same from every rank. Raises `ControllerError`.
         """
-        self._ask("push", version=version, directory=directory, entries=entries, texts=texts)
+        reply = self._ask("push", version=version, directory=directory, entries=entries, texts=texts)
+        self.proves_tensors = reply.proves_tensors
 
     @contextmanager
     def pushing(
@@ -180,7 +183,7 @@ class RolloutClient:
         """As `push`, while the body of the `with` broadcasts the tensors to the engine."""
         self._send("push", version=version, meeting=meeting, entries=entries, texts=texts)
         yield
-        self._receive("push")
+        self.proves_tensors = self._receive("push").proves_tensors
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Evaluation of `version` on held-out prompts; measured once, however many ranks ask.

@@ -90,6 +90,11 @@ class RolloutController:
         """Return when the engine has answered, and is the configured one. Raises `EngineError`."""
         await self._engine.start()
 
+    @property
+    def proves_tensors(self) -> bool:
+        """False where a push can be proved by use alone, and every one needs texts."""
+        return not self._engine.metrics().get("weights/unpredicted")
+
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
         await self._weights.load(push)

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected, SyncError
-from moe_trm.rollout.servers.backend import Delivery, Requirements, backend_of
+from moe_trm.rollout.servers.backend import Delivery, Digests, Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import AnswerTooLong, EngineHttp
@@ -30,7 +30,7 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.servers.use_proof import Bounds, UseProof, bounds_of
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.turn import naming
-from moe_trm.sync.manifest import Share, WeightPush
+from moe_trm.sync.manifest import ScoredText, Share, WeightPush
 from moe_trm.sync.tensors import num_bytes
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
@@ -69,6 +69,7 @@ class ServerEngine:
                 config.sync.verify,
                 rollout.quantization,
                 self._run,
+                server.tensor_parallel,
             )
         )
         bounds = Bounds(0.0, 0.0) if config.exact else bounds_of(server.dtype, config.learner.dtype)
@@ -92,7 +93,7 @@ class ServerEngine:
             rolling=config.pipeline.rolling_push,
         )
         self._slots = asyncio.Semaphore(rollout.concurrency)
-        self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None
+        self._push: tuple[WeightPush, Awaitable[Digests] | None] | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
         repeats = server.deterministic or (config.exact and server.device == "cuda")
@@ -187,6 +188,7 @@ class ServerEngine:
 
         Raises `SyncError`, `EngineError`.
         """
+        self._check_provable(push.texts)
         self._wanted = replace(self._wanted, run=self._run)  # from now on answers of other weights are not believed
         verifying = asyncio.ensure_future(self._verified(push)) if self._verify else None
         if verifying is not None and not self._fleet.expects(push.version):
@@ -199,11 +201,23 @@ class ServerEngine:
             if verifying is not None:
                 await verifying  # damaged files are the cause of whatever a server says of them
 
-    async def _verified(self, push: WeightPush) -> Mapping[str, str]:
+    def _check_provable(self, texts: Sequence[ScoredText]) -> None:
+        """Raise `SyncError` where nothing would prove a push with these texts of a proof by use."""
+        if self._verify and not self._client.proves_tensors and not texts:
+            raise SyncError(
+                "nothing would prove this push: the server's checksums are not predicted (the log says why), and there "
+                "are no texts for a proof by use",
+                got="no texts: sync.prove_every=0, or there is no learner",
+                expected="texts, which every push of a run brings that is proved by use",
+                fix="Set sync.prove_every=1 in a run, or sync.verify=false and accept unproved weights.",
+            )
+
+    async def _verified(self, push: WeightPush) -> Digests:
         return await asyncio.to_thread(self._client.verified, push)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
+        self._check_provable(shares[0].texts)
         self._wanted = replace(self._wanted, run=self._run)
         self._shares = version, shares
         self._use.begin(shares[0].texts)
@@ -218,11 +232,12 @@ class ServerEngine:
 
         `rollout/reissued`: samples asked for again; `rollout/losses` and `rollout/recoveries`: times that a server was
         lost and came back; `rollout/lost_s`: seconds that servers were out of service, added up; `rollout/retracted`:
-        answers with routes that an engine short of memory computed again, where routes are asked for. Also what
-        `UseProof.metrics` says.
+        answers with routes that an engine short of memory computed again, where routes are asked for.
+        `weights/unpredicted`: 1 where pushes are proved by use alone. Also what `UseProof.metrics` says.
         """
         retracted = {"rollout/retracted": float(self._retracted)} if self._wanted.routes else {}
-        return self._fleet.metrics() | self._use.metrics() | retracted
+        unpredicted = {"weights/unpredicted": 1.0} if self._verify and not self._client.proves_tensors else {}
+        return self._fleet.metrics() | self._use.metrics() | unpredicted | retracted
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each server now."""

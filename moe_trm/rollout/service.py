@@ -84,11 +84,15 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class ControllerReply(msgspec.Struct, frozen=True):
-    """`error` is empty when the request succeeded; `may_pass` as of the error. `number`: of the request."""
+    """`error` is empty when the request succeeded; `may_pass` as of the error. `number`: of the request.
+
+    `proves_tensors`: as of the controller, in the answer to a push.
+    """
 
     error: str = ""
     may_pass: bool = False
     number: int = 0
+    proves_tensors: bool = True
     servers: tuple[ServerState, ...] = ()
     batch: BatchTable | None = None
     metrics: dict[str, float] = {}
@@ -222,7 +226,7 @@ class ControllerService:
             await complete.wait()
             self._pushed.pop(request.version, None)
         await self._once("push", request.version, lambda: self._start_load(request))
-        return ControllerReply()
+        return ControllerReply(proves_tensors=self._controller.proves_tensors)
 
     async def _start_load(self, request: Request) -> None:
         """Load, and prove.

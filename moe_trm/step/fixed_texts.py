@@ -25,10 +25,13 @@ class FixedTexts:
         self._ids = fixed_ids(vocab_size)
         self._every, self._scored, self._pushes = every, scored, 0
 
-    def take(self, learner: Learner) -> tuple[ScoredText, ...]:
-        """The texts of the next push; none where it is not due. All ranks call it together."""
+    def take(self, learner: Learner, *, due: bool = False) -> tuple[ScoredText, ...]:
+        """The texts of the next push; none where it is not due. All ranks call it together.
+
+        `due`: it is, unless none ever is.
+        """
         number, self._pushes = self._pushes, self._pushes + 1
-        if not self._every or (number >= FIRST_PUSHES and number % self._every):
+        if not self._every or not (due or number < FIRST_PUSHES or number % self._every == 0):
             return ()
         logprobs: list[list[float]] = [[]] * NUM_TEXTS
         if self._scored:

@@ -55,7 +55,7 @@ class DiskPusher:
     def push(self, version: int) -> None:
         directory = str(self._root / f"v{version:06d}")
         entries = self._learner.export_shard(directory, self._rounding.at(version))
-        texts = self._texts.take(self._learner)
+        texts = self._texts.take(self._learner, due=not self._rollouts.proves_tensors)
         if self._colocated:
             return_cached_blocks()
         self._rollouts.push(version, entries, directory=directory, texts=texts)
@@ -85,7 +85,7 @@ class BroadcastPusher:
     def push(self, version: int) -> None:
         rounding = self._rounding.at(version)
         entries = announce(self._learner.owned_tensors(), rounding)
-        texts = self._texts.take(self._learner)
+        texts = self._texts.take(self._learner, due=not self._rollouts.proves_tensors)
         if self._colocated:
             return_cached_blocks()
         with self._rollouts.pushing(version, entries, meeting=self._sender.meeting, texts=texts):

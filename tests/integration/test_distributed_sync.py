@@ -21,12 +21,14 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.manifest import Share
 from moe_trm.sync.rounding import Rounding
 from tests.integration.jobs import metrics_of, run_job, write_config
 
 Tensors = dict[str, torch.Tensor]
+WHOLE = EngineShape("float32")
 EXPERT = "model.layers.1.mlp.experts.6.down_proj.weight"
 
 
@@ -49,16 +51,19 @@ def in_threads(*work: threading.Thread) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-def push(server: Server, version: int, announced: list[Tensors], sent: list[Tensors], group: str) -> float:
+def push(
+    server: Server, version: int, announced: list[Tensors], sent: list[Tensors], group: str, shape: EngineShape = WHOLE
+) -> float:
     """Push `sent` after announcing `announced`; seconds of the load, groups not included."""
-    senders = [Sender(f"{group}{rank}", timeout_s=300) for rank in range(len(sent))]
+    receivers = shape.ranks.total + 1
+    senders = [Sender(f"{group}{rank}", receivers=receivers, timeout_s=300) for rank in range(len(sent))]
     shares = [
         Share(s.meeting, announce(t.items(), Rounding("float32"))) for s, t in zip(senders, announced, strict=True)
     ]
 
     async def run() -> float:
         async with EngineHttp(server.url, server.api_key, timeout_s=300, max_attempts=1) as api:
-            control = DistributedPush(api, timeout_s=300)
+            control = DistributedPush(api, shape.ranks.total, timeout_s=300)
             with in_threads(*(threading.Thread(target=sender.connect) for sender in senders)):
                 await control.join([sender.meeting for sender in senders])
             started = time.perf_counter()
@@ -69,7 +74,7 @@ def push(server: Server, version: int, announced: list[Tensors], sent: list[Tens
                         for s, t in zip(senders, sent, strict=True)
                     )
                 ):
-                    await control.load(str(version), shares, dtype="float32", verify=True)
+                    await control.load(str(version), shares, shape)
             finally:
                 await control.close()
             return time.perf_counter() - started
@@ -93,10 +98,10 @@ def test_owners_send_their_own_tensors_and_the_engine_proves_them(
         ranks = shares_of(checkpoint)
         print(f"distributed push: {push(rollout_server, version, ranks, ranks, f'ok{version}-'):.3f} s")
         whole = ranks[0] | ranks[1]
-        expected = EngineChecksums(whole, "float32")
+        expected = EngineChecksums(whole, EngineShape("float32"))
         for name, tensor in whole.items():
             expected.add(name, tensor)
-        assert served_checksums(rollout_server) == expected.result()
+        assert [served_checksums(rollout_server)] == expected.result()
 
 
 def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tiny_moe: Path) -> None:
@@ -113,10 +118,10 @@ def test_a_broadcast_succeeds_while_the_engine_generates_for_others(rollout_serv
         with running_request(rollout_server) as answer:
             push(rollout_server, version, ranks, ranks, f"busy{version}-")
             assert answer.readline()  # it goes on
-    expected = EngineChecksums(ranks[0] | ranks[1], "float32")
+    expected = EngineChecksums(ranks[0] | ranks[1], EngineShape("float32"))
     for name, tensor in (ranks[0] | ranks[1]).items():
         expected.add(name, tensor)
-    assert served_checksums(rollout_server) == expected.result()
+    assert [served_checksums(rollout_server)] == expected.result()
 
 
 @contextmanager

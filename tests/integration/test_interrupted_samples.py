@@ -15,6 +15,7 @@ from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.sampling_mask.record import join, split
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import RolloutRecord, SamplingParams
@@ -37,7 +38,7 @@ def test_a_sample_that_a_push_interrupts_is_rejected(
     """The engine would label its early tokens with the old version and give the new weights' routes for them."""
 
     async def work(engine: ServerEngine, interrupting: WeightPush, pause_s: float) -> RolloutRecord:
-        expected = asyncio.to_thread(verified_checksums, interrupting, "float32")
+        expected = asyncio.to_thread(verified_checksums, interrupting, EngineShape("float32"))
         long = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=600)
         sample = asyncio.create_task(engine.generate(prompts(1)[0], long, sample_id=0, group_id=0))
         async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:

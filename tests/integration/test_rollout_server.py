@@ -24,6 +24,7 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.rollout.teacher import TaughtSampler
@@ -164,7 +165,7 @@ def test_one_wrong_expert_under_the_right_version_is_refused(
     async def run() -> None:
         async with LoadsSomethingElse(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:
             api.folder = str(tmp_path / "loaded" / "v000005")
-            await load_folder(api, push, asyncio.to_thread(verified_checksums, push, "float32"))
+            await load_folder(api, push, asyncio.to_thread(verified_checksums, push, EngineShape("float32")))
 
     with pytest.raises(SyncError) as caught:
         asyncio.run(run())

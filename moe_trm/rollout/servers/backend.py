@@ -30,6 +30,8 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import Share, WeightPush
 
 Array = NDArray[Any]
+Digests = Sequence[Mapping[str, str]]
+"""By rank of a server the digest of each tensor that it has to report, by the engine's name; of no rank: unknown."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Requirements:
         verify: True when weight pushes are proved.
         quantization: to which the engine is meant to round the weights that it is sent.
         run: name of the run in the labels of its weights (`ownership.label_of`).
+        tensor_parallel: ranks of a server.
     """
 
     model: ServedModel
@@ -92,6 +95,7 @@ class Requirements:
     verify: bool
     quantization: str | None = None
     run: str = ""
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Delivery:
     """
 
     push: WeightPush
-    expected: Awaitable[Mapping[str, str]] | None
+    expected: Awaitable[Digests] | None
     keeping: AbstractContextManager[None]
 
 
@@ -209,7 +213,15 @@ class ServerBackend(AnswerFormat):
 
 
 class ServerClient(ABC):
-    """Proofs that the servers of one run are the configured ones and serve its weights. One event loop owns it."""
+    """Proofs that the servers of one run are the configured ones and serve its weights. One event loop owns it.
+
+    `proves_tensors`: what servers report of a push is compared; else every push has to be proved by use. Known once
+    they are checked.
+    """
+
+    @property
+    def proves_tensors(self) -> bool:
+        return True
 
     @abstractmethod
     async def check(self, http: EngineHttp) -> None:
@@ -220,7 +232,7 @@ class ServerClient(ABC):
         raise ConfigError("servers of this engine have no router", where="config key rollout.router", expected="none")
 
     @abstractmethod
-    def verified(self, push: WeightPush) -> Mapping[str, str]:
+    def verified(self, push: WeightPush) -> Digests:
         """The digests that a server which loaded `push` must report. Runs in a thread, while servers go on.
 
         Raises `SyncError` where files of the push are not those of the learner's memory.

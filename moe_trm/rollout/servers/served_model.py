@@ -23,6 +23,8 @@ class ServedModel:
         moe_layer_ids: 0-based decoder layers that route; empty for a dense model.
         num_experts: routed experts per MoE layer; 0 for a dense model.
         top_k: experts per token; 0 for a dense model.
+        num_kv_heads: key and value heads of a layer.
+        delta_rows: rows of q, k and v in the projection into the gated delta rule; none without one.
     """
 
     architecture: str
@@ -31,6 +33,8 @@ class ServedModel:
     moe_layer_ids: tuple[int, ...]
     num_experts: int
     top_k: int
+    num_kv_heads: int = 1
+    delta_rows: tuple[int, ...] = ()
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> ServedModel:
@@ -58,4 +62,11 @@ class ServedModel:
             moe_layer_ids=moe_layers(config),
             num_experts=experts,
             top_k=int(config["num_experts_per_tok"]) if experts else 0,
+            num_kv_heads=int(config.get("num_key_value_heads") or config.get("num_attention_heads", 1)),
+            delta_rows=_delta_rows(config) if "linear_num_key_heads" in config else (),
         )
+
+
+def _delta_rows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    keys = int(config["linear_num_key_heads"]) * int(config["linear_key_head_dim"])
+    return keys, keys, int(config["linear_num_value_heads"]) * int(config["linear_value_head_dim"])

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from moe_trm.errors import SyncError
+from moe_trm.rollout.servers.backend import Digests
 from moe_trm.rollout.sglang.checksum import compare
 
 
@@ -44,37 +45,30 @@ async def check_label(api: EngineApi, label: str) -> None:
         raise SyncError("the engine labels its weights with another version", got=served, expected=label)
 
 
-async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:
-    """Raise `SyncError` naming tensors unless every engine rank has loaded exactly the tensors behind `expected`."""
+async def check_weights(api: EngineApi, expected: Digests) -> None:
+    """Raise `SyncError` naming rank and tensors unless every rank of the engine holds exactly the expected tensors.
+
+    With attention in data-parallel groups, every group reports all ranks.
+    """
+    reported = await reported_weights(api)
+    silent = sorted({*range(len(expected))} - {rank for rank, _ in reported})
+    if silent or not reported:
+        raise SyncError(
+            "ranks of the engine gave no checksums", got=f"none of ranks {silent}", expected=f"all {len(expected)}"
+        )
+    for rank, checksums in reported:
+        compare(expected[rank] if rank < len(expected) else {}, checksums, where=f"engine rank {rank}")
+
+
+async def reported_weights(api: EngineApi) -> list[tuple[int, Mapping[str, str]]]:
+    """What each rank of the engine says of the tensors that it holds: its number, and their checksums.
+
+    Raises `EngineError`, `SyncError`.
+    """
     answer = await api.post("/weights_checker", {"action": "checksum"})
     ranks = answer.get("ranks") or []
     if not ranks:
         raise SyncError(
             "the engine gave no checksums", got=answer.get("message"), expected="one digest per loaded tensor"
         )
-    for number, rank in enumerate(ranks):
-        compare(expected, rank["checksums"], where=f"engine rank {number}")
-
-
-def check_can_verify(server: Mapping[str, Any]) -> str:
-    """The device whose hash the engine uses; `server` is its `/server_info`.
-
-    Raises `SyncError` when its checksums cannot be predicted.
-    """
-    size, device = server.get("tp_size", 1), server.get("device", "cpu")
-    if size != 1:
-        raise SyncError(
-            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be "
-            "predicted",
-            got=f"tensor parallel size {size}",
-            expected="1",
-            fix="Set rollout.server.tensor_parallel=1, or sync.verify=false and accept unproved weights.",
-        )
-    if device not in ("cpu", "cuda"):
-        raise SyncError(
-            "weight pushes cannot be verified on this engine: how this device hashes is not known here",
-            got=f"device {device}",
-            expected="cpu or cuda",
-            fix="Set sync.verify=false and accept unproved weights.",
-        )
-    return str(device)
+    return [(rank["parallelism_info"][0]["tp_rank"], rank["checksums"]) for rank in ranks]

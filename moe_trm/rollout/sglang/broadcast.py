@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moe_trm.errors import EngineError, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_label, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.runtime.patience import patient
 from moe_trm.sync.distributed import broadcast, join_group
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
@@ -33,14 +34,12 @@ BUCKET_BYTES = 256 * 2**20
 class DistributedPush:
     """The controller's end of a broadcast: leads the engine of `engine_ranks` through a push and witnesses it.
 
-    `timeout_s`: longest wait at every broadcast; a loaded machine gets more. `device`: of the engine's tensors.
+    `timeout_s`: longest wait at every broadcast; a loaded machine gets more.
     """
 
     api: EngineApi
     engine_ranks: int = 1
     timeout_s: float = 300.0
-    device: str = "cpu"
-    architecture: str = ""
     _groups: dict[str, dist.ProcessGroupGloo] = field(default_factory=dict)
 
     async def join(self, meetings: Sequence[Meeting]) -> None:
@@ -67,17 +66,18 @@ class DistributedPush:
                 )
             self._groups[meeting.group] = await witness
 
-    async def load(self, label: str, shares: Sequence[Share], *, dtype: str, verify: bool) -> None:
+    async def load(self, label: str, shares: Sequence[Share], shape: EngineShape | None) -> None:
         """Make the engine serve weights under `label`, received from every sender; each has to be in `send` by then.
+
+        `shape`: of the engine, whose checksums are compared; None: they are not.
 
         Raises:
             SyncError: a tensor differs from its owner's memory, or the engine's tensors or version are not those of the
                 push.
             EngineError: the engine cannot be reached.
         """
-        checksums = EngineChecksums(
-            (entry.name for share in shares for entry in share.entries), dtype, self.device, self.architecture
-        )
+        names = [entry.name for share in shares for entry in share.entries]
+        checksums = EngineChecksums(names, shape) if shape is not None else None
         requests = list(
             chain.from_iterable(
                 ((share.meeting.group, bucket) for bucket in _buckets(share.entries)) for share in shares
@@ -116,7 +116,7 @@ class DistributedPush:
                 ),
             )
         await check_label(self.api, label)
-        if verify:
+        if checksums is not None:
             await check_weights(self.api, checksums.result())
 
     async def close(self) -> None:
@@ -140,7 +140,7 @@ class DistributedPush:
         store = TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return join_group(store, meeting.group, size - 1, size, timeout)
 
-    def _witness(self, group: str, bucket: Sequence[TensorEntry], checksums: EngineChecksums) -> list[str]:
+    def _witness(self, group: str, bucket: Sequence[TensorEntry], checksums: EngineChecksums | None) -> list[str]:
         """Receive one bucket; the names whose bytes are not those the owner digested."""
         damaged = []
         for entry in bucket:
@@ -148,7 +148,8 @@ class DistributedPush:
             broadcast(self._groups[group], tensor)
             if tensor_digest(tensor) != entry.digest:
                 damaged.append(entry.name)
-            checksums.add(entry.name, tensor)
+            if checksums is not None:
+                checksums.add(entry.name, tensor)
         return damaged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,15 +12,19 @@ from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.api import check_can_verify
+from moe_trm.rollout.sglang.api import reported_weights
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.rollout.sglang.parse import MetaInfo, decode_answer, parse_turn
 from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.rollout.sglang.route_defects import defects_of
+from moe_trm.rollout.sglang.served_shape import shape_of, unpredicted
 from moe_trm.rollout.turn import naming
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing.sglang import PAYLOAD_BYTES, PAYLOAD_DTYPE
 
 BAD_REQUEST = 400
+
+log = logging.getLogger(__name__)
 
 
 class ServerCheck:
@@ -32,13 +37,14 @@ class ServerCheck:
             requirements.dtype,
             requirements.verify,
         )
-        self._quantization = requirements.quantization
+        self._quantization, self._num_ranks = requirements.quantization, requirements.tensor_parallel
         self._with_random_weights = set[str]()
 
-    async def run(self, http: EngineHttp) -> str:
+    async def run(self, http: EngineHttp) -> EngineShape | None:
         """Check that a server which generates serves this checkpoint with the wanted features on.
 
-        Returns the device whose hash its weight checksums use. Raises `EngineError`.
+        Returns how it holds its tensors, of which checksums follow; None: its pushes are proved by use alone, or not at
+        all. Raises `EngineError`, `SyncError`.
         """
         served = await http.get("/model_info")
         architectures = served.get("architectures") or []
@@ -57,6 +63,14 @@ class ServerCheck:
             _check_routes(http, server)
         if server.get("dtype") not in (self._dtype, "auto"):
             raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
+        if (num_ranks := server.get("tp_size", 1)) != self._num_ranks:
+            raise EngineError(
+                "the rollout server has another number of ranks than the configuration says",
+                where=http.url,
+                got=f"tp_size={num_ranks}",
+                expected=f"rollout.server.tensor_parallel={self._num_ranks}",
+                fix=f"Set rollout.server.tensor_parallel={num_ranks}, or start the server from this configuration.",
+            )
         if self._quantization is None and server.get("quantization") not in (None, "unquant"):
             raise EngineError(
                 "the rollout server holds quantised weights, and pushes are plain tensors",
@@ -71,7 +85,18 @@ class ServerCheck:
             self.has_random_weights(http)
         else:
             await self._probe_temperature(http)
-        return check_can_verify(server) if self._verify else "cpu"
+        return await self._shape(http, server) if self._verify else None
+
+    async def _shape(self, http: EngineHttp, server: Mapping[str, Any]) -> EngineShape | None:
+        reasons = unpredicted(server, self._model)
+        reported = dict(await reported_weights(http)) if not reasons else {}
+        shape = shape_of(server, self._model, self._dtype, reported.get(0, {}))
+        if not reasons and reported.keys() != {*range(shape.ranks.total)}:
+            reasons = f"ranks {sorted(reported)} of {shape.ranks.total} say what they hold"
+        if not reasons:
+            return shape
+        log.warning("rollout server %s: every push is proved by use, not tensor by tensor: %s", http.url, reasons)
+        return None
 
     def has_random_weights(self, http: EngineHttp) -> None:
         """Leave to `loaded` what random weights do not show."""

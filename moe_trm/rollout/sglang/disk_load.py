@@ -14,29 +14,30 @@ from pathlib import Path
 import torch
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
+from moe_trm.rollout.servers.backend import Digests
 from moe_trm.rollout.sglang.api import EngineApi, check_label, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
 from moe_trm.sync.shard import Memory, Shard
 from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots, num_bytes
 
 
-def verified_checksums(
-    push: WeightPush, dtype: str, device: str = "cpu", architecture: str = "", *, lot_bytes: int = LOT_BYTES
-) -> dict[str, str]:
+def verified_checksums(push: WeightPush, shape: EngineShape | None, *, lot_bytes: int = LOT_BYTES) -> Digests:
     """Read every tensor once and check it against the manifest, engine tensors side by side in several threads.
 
     A thread takes about `lot_bytes` at once; a push of one lot needs no threads.
 
-    Returns the checksums that an engine of this architecture, in `dtype` on `device`, must report. Raises `SyncError`
-    naming the tensors whose file differs from the writer's memory.
+    Returns the checksums that the ranks of an engine of this shape must report, none for an unknown shape. Raises
+    `SyncError` naming the tensors whose file differs from the writer's memory.
     """
-    checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device, architecture)
+    names = [entry.name for entry in push.tensors]
+    checksums = EngineChecksums(names, shape) if shape is not None else None
     entries = {entry.name: entry for entry in push.tensors}
     with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
-        lots = [checksums.parts()]
+        lots = [checksums.parts() if checksums is not None else tuple((name,) for name in names)]
         if sum(shard.num_bytes for shard in shards.values()) >= lot_bytes:
             sized = ((parts, sum(num_bytes(entries[name]) for name in parts)) for parts in lots[0])
             lots = [tuple(lot) for lot in in_lots(sized, lot_bytes)]
@@ -57,14 +58,14 @@ def verified_checksums(
             expected=f"{len(push.tensors)} tensors with the digests of the manifest",
             fix="Look for damaged storage, a full disk, or another writer of this folder; then push again.",
         )
-    return checksums.result()
+    return checksums.result() if checksums is not None else ()
 
 
 def _take(
     push: WeightPush,
     entry: TensorEntry,
     shards: Mapping[str, Shard],
-    checksums: EngineChecksums,
+    checksums: EngineChecksums | None,
     memory: Memory,
 ) -> bool:
     """Add the tensor to the checksums. False where it differs from the manifest.
@@ -75,7 +76,7 @@ def _take(
         data, dtype, shape = shards[entry.file].read(entry.name, memory)
     except (ValueError, OSError) as error:
         raise _unreadable(push, entry.file, error) from error
-    if not checksums.add_bytes(entry.name, data, dtype):
+    if checksums is not None and not checksums.add_bytes(entry.name, data, dtype):
         checksums.add(entry.name, torch.frombuffer(data, dtype=dtype).reshape(shape))
     same_kind = shape == entry.shape and dtype is DTYPES[entry.dtype]
     return same_kind and bytes_digest(data) == entry.digest
@@ -100,7 +101,7 @@ def _unreadable(push: WeightPush, file: str, error: Exception) -> SyncError:
 async def load_folder(
     api: EngineApi,
     push: WeightPush,
-    expected: Awaitable[Mapping[str, str]] | None,
+    expected: Awaitable[Digests] | None,
     keeping: AbstractContextManager[None] | None = None,
     *,
     label: str | None = None,
@@ -108,7 +109,7 @@ async def load_folder(
     """Make the engine serve `push` with an empty prefix cache.
 
     Args:
-        expected: of `verified_checksums`, which the engine must report; None: not asked.
+        expected: of `verified_checksums`, which the engine must report; None, or of no rank: not asked.
         keeping: entered once the engine is paused, and left when its weights are proved and it may go on.
         label: of these weights; None: the version.
 
@@ -130,8 +131,8 @@ async def load_folder(
                 if not answer.get("success"):
                     raise SyncError("the engine did not load the push", where=push.directory, got=answer.get("message"))
                 await check_label(api, label)
-                if expected is not None:
-                    await check_weights(api, await expected)
+                if expected is not None and (checksums := await expected):
+                    await check_weights(api, checksums)
     except EngineLost:
         raise
     except EngineError as error:

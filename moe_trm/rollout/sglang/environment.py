@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,14 @@ from moe_trm.runtime.gloo import LOOPBACK
 
 
 def child_environment(
-    parent: Mapping[str, str], cpu: bool, scratch: Path, *, alone: bool, dtype: str, exact: bool = False
+    parent: Mapping[str, str],
+    cpu: bool,
+    scratch: Path,
+    *,
+    alone: bool,
+    dtype: str,
+    exact: bool = False,
+    num_ranks: int = 1,
 ) -> dict[str, str]:
     """The server's environment.
 
@@ -33,5 +41,9 @@ def child_environment(
         # Calls of torch without the bookkeeping of autograd, by SGLang's own switch.
         child["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"
         # Log-probs of given tokens by the log-softmax of decoding, by SGLang's own switch.
+        if num_ranks > 1:
+            # SGLang gives each rank a NUMA node of its own, and has no more ranks than there are. Here they share all.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            child["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
         child |= {"MOE_TRM_EXACT": "1", "SGLANG_ENABLE_FAST_INPUT_LOGPROBS": "0"} if exact else {}
     return child

@@ -39,7 +39,8 @@ def launched(served: Served, port: int, api_key: str, folder: Path) -> Iterator[
     cpu = on_cpu(settings)
     alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
     dtype, exact = settings.dtype, served.exact
-    environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=dtype, exact=exact)
+    num_ranks = settings.tensor_parallel
+    environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=dtype, exact=exact, num_ranks=num_ranks)
     try:
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
         yield Launch(command, environment, 0.0 if cpu else GRACE_S, LOAD_FILES)

@@ -9,7 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
-from moe_trm.rollout.servers.backend import Delivery, Requirements, ServerClient
+from moe_trm.rollout.servers.backend import Delivery, Digests, Requirements, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.servers.question import Question, RequestedFields
@@ -84,9 +84,9 @@ class VllmClient(ServerClient):
                     http, f"answer to a probe ({rejection.reason})", rejection.got, rejection.expected
                 ) from rejection
 
-    def verified(self, push: WeightPush) -> Mapping[str, str]:
-        """The digests of the learner's memory: the workers digest the same bytes, so no file is read here."""
-        return {entry.name: entry.digest for entry in push.tensors}
+    def verified(self, push: WeightPush) -> Digests:
+        """The digests of the learner's memory: each worker digests all of the bytes, so no file is read here."""
+        return [{entry.name: entry.digest for entry in push.tensors}]
 
     async def load(self, http: EngineHttp, delivery: Delivery) -> None:
         """Load the folder once nothing is sampled; samples that come meanwhile wait at the server's door."""
@@ -97,7 +97,8 @@ class VllmClient(ServerClient):
             with delivery.keeping:
                 workers = await self._push(http, push.version, {"folder": push.directory})
                 if delivery.expected is not None:
-                    _compare(workers, await delivery.expected, push.directory)
+                    [expected] = await delivery.expected
+                    _compare(workers, expected, push.directory)
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """The same from the broadcasts of the learner ranks, with which the worker forms groups the first time."""

@@ -162,7 +162,7 @@ def _after(
     seen, measurements = probed.metrics, probed.measurements
     yield _requests(seen, len(measurements))
     if rollout.traits.has_weights:
-        yield _push(sync, rollout)
+        yield _push(sync, rollout, seen)
     if "weights/decode_gap" in seen:
         yield _use(seen)
     yield Check(
@@ -189,7 +189,9 @@ def _after(
     yield Check(f"cause: {finding.cause}", status, finding.sentence, finding.config if status != "ok" else "")
 
 
-def _push(sync: SyncConfig, rollout: RolloutConfig) -> Check:
+def _push(sync: SyncConfig, rollout: RolloutConfig, seen: Row) -> Check:
+    if sync.verify and seen.get("weights/unpredicted"):
+        return Check("weight push", "warn", "proved by use alone: checksums of this server are not predicted")
     if sync.verify:
         return Check("weight push", "ok", "the engine's checksums are those of what the learner sent")
     if rollout.quantization is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,16 @@ import numpy as np
 from moe_trm.config.engines import EngineTraits
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.servers.backend import Array, Delivery, Launch, Requirements, Served, ServerBackend, ServerClient
+from moe_trm.rollout.servers.backend import (
+    Array,
+    Delivery,
+    Digests,
+    Launch,
+    Requirements,
+    Served,
+    ServerBackend,
+    ServerClient,
+)
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.ownership import label_of, version_of
 from moe_trm.rollout.servers.question import Question
@@ -104,11 +113,11 @@ class ScriptedClient(ServerClient):
         if (served := await http.get("/weights")).get("engine") != "script":
             raise EngineError("this is no server of the script", where=http.url, got=served, expected="engine: script")
 
-    def verified(self, push: WeightPush) -> Mapping[str, str]:
+    def verified(self, push: WeightPush) -> Digests:
         found = digests(Path(push.directory))
         if found != {entry.name: entry.digest for entry in push.tensors}:
             raise SyncError("files of the push differ from the learner's memory", where=push.directory)
-        return found
+        return [found]
 
     async def load(self, http: EngineHttp, delivery: Delivery) -> None:
         push = delivery.push
@@ -116,7 +125,7 @@ class ScriptedClient(ServerClient):
             with delivery.keeping:
                 label = label_of(push.version, self._run)
                 told = await http.post("/load", {"folder": push.directory, "version": label})
-                if delivery.expected is not None and told["digests"] != await delivery.expected:
+                if delivery.expected is not None and [told["digests"]] != await delivery.expected:
                     raise SyncError("the server read other tensors than the learner wrote", where=http.url)
                 if told["weights"] != label:
                     raise SyncError("the server labels its weights with another version", got=told["weights"])

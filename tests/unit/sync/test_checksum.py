@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
+from moe_trm.rollout.servers.backend import Digests
 from moe_trm.rollout.sglang import broadcast
-from moe_trm.rollout.sglang.api import check_can_verify, check_weights
-from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
+from moe_trm.rollout.sglang.api import check_weights
+from moe_trm.rollout.sglang.checksum import EngineChecksums, compare
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
+from moe_trm.rollout.sglang.engine_tensors import EngineShape, engine_place
 from moe_trm.sync.disk import finish_push, write_buckets, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
@@ -68,10 +70,10 @@ def expected() -> dict[str, str]:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> dict[str, str]:
-    result = EngineChecksums(tensors, dtype)
+    result = EngineChecksums(tensors, EngineShape(dtype))
     for name, tensor in tensors.items():
         result.add(name, tensor)
-    return result.result()
+    return dict(result.result()[0])
 
 
 def test_a_literal() -> None:
@@ -93,7 +95,7 @@ def test_the_order_of_arrival_does_not_matter(names: list[str]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_are_taken_where_the_engine_hashes_them_as_they_are(dtype: str) -> None:
     """Tensors that it casts, pads or turns are refused, and so are parts before their turn: nothing of these counts."""
-    result, refused = EngineChecksums(TENSORS, dtype), set[str]()
+    result, refused = EngineChecksums(TENSORS, EngineShape(dtype)), set[str]()
     for name in [part for parts in result.parts() for part in reversed(parts)]:
         if not result.add_bytes(name, tensor_bytes(TENSORS[name]), torch.float32):
             refused.add(name)
@@ -101,14 +103,16 @@ def test_bytes_are_taken_where_the_engine_hashes_them_as_they_are(dtype: str) ->
     assert TENSORS.keys() - refused == (first if dtype == "float32" else set())
     for name in sorted(refused):
         result.add(name, TENSORS[name])
-    assert result.result() == checksums(TENSORS, dtype)
-    stacked = EngineChecksums(["model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.sinks"], "float32")
+    assert result.result() == [checksums(TENSORS, dtype)]
+    stacked = EngineChecksums(
+        ["model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.sinks"], EngineShape("float32")
+    )
     assert not stacked.add_bytes("model.layers.0.mlp.experts.down_proj", memoryview(bytes(4)), torch.float32)
     assert not stacked.add_bytes("model.layers.0.self_attn.sinks", memoryview(bytes(4)), torch.float32)
 
 
 def test_a_tensor_that_never_came_is_named() -> None:
-    result = EngineChecksums(TENSORS, "float32")
+    result = EngineChecksums(TENSORS, EngineShape("float32"))
     for name, tensor in TENSORS.items():
         if "experts.10.up" not in name:
             result.add(name, tensor)
@@ -147,16 +151,20 @@ def test_every_rank_of_the_engine_is_compared_and_none_is_no_proof() -> None:
             self.ranks = held
 
         async def post(self, path: str, body: Mapping[str, object]) -> Any:
-            return {"success": True, "ranks": [{"checksums": checksums(held)} for held in self.ranks]}
+            return {"success": True, "ranks": reported(*self.ranks)}
 
-    asyncio.run(check_weights(Ranks(TENSORS, TENSORS), expected()))
+    both = [expected(), expected()]
+    asyncio.run(check_weights(Ranks(TENSORS, TENSORS), both))
     wrong = {**TENSORS, "model.norm.weight": torch.zeros(2)}
     for number, ranks in enumerate(((wrong, TENSORS), (TENSORS, wrong))):
         with pytest.raises(SyncError, match=r"model\.norm") as caught:
-            asyncio.run(check_weights(Ranks(*ranks), expected()))
+            asyncio.run(check_weights(Ranks(*ranks), both))
         assert caught.value.where == f"engine rank {number}"
     with pytest.raises(SyncError, match="gave no checksums"):
-        asyncio.run(check_weights(Ranks(), expected()))
+        asyncio.run(check_weights(Ranks(), both))
+    with pytest.raises(SyncError, match="gave no checksums") as silent:
+        asyncio.run(check_weights(Ranks(TENSORS), both))
+    assert silent.value.got == "none of ranks [1]"
 
 
 def test_a_broadcast_that_changed_any_tensor_is_witnessed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +184,7 @@ def test_a_broadcast_that_changed_any_tensor_is_witnessed_by_name(monkeypatch: p
         monkeypatch.setattr(broadcast, "broadcast", receive)
         witness = broadcast.DistributedPush(FakeEngine(TENSORS, "1"))
         witness._groups["g"] = None  # type: ignore[assignment]
-        found = witness._witness("g", entries, EngineChecksums(TENSORS, "float32"))
+        found = witness._witness("g", entries, EngineChecksums(TENSORS, EngineShape("float32")))
         assert found == ([damaged] if damaged else [])
 
 
@@ -214,8 +222,9 @@ def test_a_push_folder_is_complete_and_verifiable(tmp_path: Path) -> None:
         "model.safetensors.index.json",
         "push.json",
     }
-    assert verified_checksums(made, "float32") == expected()
-    assert verified_checksums(made, "bfloat16") == checksums(TENSORS, "bfloat16")
+    assert verified_checksums(made, EngineShape("float32")) == [expected()]
+    assert verified_checksums(made, EngineShape("bfloat16")) == [checksums(TENSORS, "bfloat16")]
+    assert verified_checksums(made, None) == ()
 
 
 @pytest.mark.parametrize("lot_bytes", [1, 40, 1 << 30])
@@ -234,7 +243,7 @@ def test_buckets_hold_what_one_file_holds(tmp_path: Path, bucket_bytes: int, lot
     assert files[-1] == "rank-0.safetensors"
     assert (len(files) == 1) == (bucket_bytes > 100)
     made = finish_push(str(folder), cut, 1, checkpoint(tmp_path / "base"))
-    assert verified_checksums(made, "bfloat16", lot_bytes=lot_bytes) == checksums(TENSORS, "bfloat16")
+    assert verified_checksums(made, EngineShape("bfloat16"), lot_bytes=lot_bytes) == [checksums(TENSORS, "bfloat16")]
 
 
 def test_lots_end_with_the_item_that_reaches_them() -> None:
@@ -297,7 +306,7 @@ def test_broken_pushes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match="missing"):
         finish_push(made.directory, made.tensors, 1, str(tmp_path / "base"))
     with pytest.raises(SyncError, match="cannot be read"):
-        verified_checksums(made, "float32")
+        verified_checksums(made, EngineShape("float32"))
 
 
 @pytest.mark.parametrize("lot_bytes", [1, 1 << 30])
@@ -311,7 +320,7 @@ def test_a_file_that_fails_while_it_is_read_is_refused(
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(SyncError, match="cannot be read") as caught:
-        verified_checksums(made, "float32", lot_bytes=lot_bytes)
+        verified_checksums(made, EngineShape("float32"), lot_bytes=lot_bytes)
     assert caught.value.got == "Input/output error"
 
 
@@ -326,11 +335,16 @@ def test_a_file_that_differs_from_memory_is_refused_by_name(tmp_path: Path) -> N
             save_file({**tensors, name: changed}, path)
             for lot_bytes in (1, 60, 1 << 30):
                 with pytest.raises(SyncError) as caught:
-                    verified_checksums(made, "float32", lot_bytes=lot_bytes)
+                    verified_checksums(made, EngineShape("float32"), lot_bytes=lot_bytes)
                 assert caught.value.got == name
             save_file(tensors, path)
             refused += 1
     assert refused == len(TENSORS)
+
+
+def reported(*held: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The answer of ranks that hold whole tensors."""
+    return [{"parallelism_info": [{"tp_rank": n}], "checksums": checksums(own)} for n, own in enumerate(held)]
 
 
 class FakeEngine:
@@ -344,7 +358,7 @@ class FakeEngine:
 
     async def post(self, path: str, body: Mapping[str, object]) -> Any:
         if path == "/weights_checker":
-            return {"success": True, "ranks": [{"checksums": checksums(self.held)}]}
+            return {"success": True, "ranks": reported(self.held)}
         return {"success": True, "message": ""}
 
 
@@ -352,32 +366,24 @@ class FakeEngine:
 class Known:
     """Checksums that are there at once."""
 
-    checksums: Mapping[str, str]
+    checksums: Digests
 
-    def __await__(self) -> Generator[None, None, Mapping[str, str]]:
+    def __await__(self) -> Generator[None, None, Digests]:
         yield from ()
         return self.checksums
 
 
 def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: Path) -> None:
     made = push(tmp_path)
-    expected = verified_checksums(made, "float32")
+    expected = verified_checksums(made, EngineShape("float32"))
     asyncio.run(load_folder(FakeEngine(TENSORS, "1"), made, Known(expected)))
     wrong = {**TENSORS, "model.norm.weight": torch.zeros(2)}
     with pytest.raises(SyncError, match="another version"):
         asyncio.run(load_folder(FakeEngine(TENSORS, "0"), made, Known(expected)))
     with pytest.raises(SyncError, match=r"model\.norm\.weight"):
         asyncio.run(load_folder(FakeEngine(wrong, "1"), made, Known(expected)))
-    asyncio.run(load_folder(FakeEngine(wrong, "1"), made, None))
-
-
-def test_servers_that_cannot_be_verified_are_refused() -> None:
-    assert check_can_verify({"tp_size": 1, "device": "cpu"}) == "cpu"
-    assert check_can_verify({"tp_size": 1, "device": "cuda"}) == "cuda"
-    with pytest.raises(SyncError, match="tensor parallel size 2"):
-        check_can_verify({"tp_size": 2, "device": "cpu"})
-    with pytest.raises(SyncError, match="device hpu"):
-        check_can_verify({"tp_size": 1, "device": "hpu"})
+    for unasked in (None, Known(())):
+        asyncio.run(load_folder(FakeEngine(wrong, "1"), made, unasked))
 
 
 def test_an_engine_that_is_lost_while_it_loads_may_be_given_the_push_again(tmp_path: Path) -> None:
