@@ -128,6 +128,7 @@ def train(
                             part.sources,
                             scores.watch(part, objective.bind(part, learner, first=begins and index == 0)),
                             entropy=objective.needs_entropy,
+                            kept_mass=objective.needs_kept_mass,
                             lr_scale=lr_scale,
                         )
                         for index, part in enumerate(anchored * config.learner.epochs)
@@ -161,6 +162,7 @@ def train(
             **evaluation,
         }
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})
+        objective.check(metrics)
         with phases.time("checkpoint"):
             if checkpoints.end_step(step, learner, partial(capture, resumable)):
                 break

@@ -90,12 +90,8 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
         "sampling_mask/top_k": float(params.top_k),
         "sampling_mask/id_bytes_per_token": bare / measured.num_rows,
         "sampling_mask/bytes_per_token": whole / measured.num_rows,
-        **({} if np.isnan(log_mass).any() else {"sampling_mask/kept_mass_mean": _mean_mass(log_mass)}),
+        **({} if np.isnan(log_mass).any() else {"sampling_mask/kept_mass_mean": float(np.exp(log_mass).mean())}),
     }
-
-
-def _mean_mass(log_mass: np.ndarray) -> float:
-    return float(np.exp(np.minimum(log_mass, 0.0)).mean())
 
 
 def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:

@@ -1,0 +1,93 @@
+"""Kept sets judged by what the sampler's settings allow, on the learner's own probabilities.
+
+Shape letter: N sampled tokens.
+
+The sampler keeps the ids of rank below `top_k` before which less than `top_p` of the mass lies, and then those above
+`min_p`. So for the mass m of a kept set and the probability q of its least likely id:
+
+    m <= 1,    m - q <= top_p,    m >= top_p unless top_k or min_p cut the set,    size <= top_k.
+
+The learner's probabilities differ from the engine's. Errors of the logits that are at most e apart move the log-odds of
+a set's mass by at most e, so masses are compared by their log-odds. The tolerance is taken from what the two engines
+measurably disagree about, the log-ratios of the sampled tokens over their kept sets, which a false set leaves small.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MARGIN = 1e-3
+"""Smallest difference of masses that counts, whatever it is in log-odds."""
+TOLERANCE = 0.25
+"""Log-odds that are tolerated in any case: 0.013 of mass at top_p = 0.95, 0.05 at 0.8."""
+QUANTILE, TIMES = 0.99, 8.0
+"""The tolerance is `TIMES` this quantile of the absolute log-ratios, and at least their largest."""
+NEARLY_ONE = 1 - 1e-4
+"""Mass of a set that nothing cuts: ids whose probability is 0 in the engine's arithmetic are not kept."""
+
+
+@dataclass(frozen=True)
+class JudgedSets:
+    """Result of `SamplerBounds.judge`.
+
+    Attributes:
+        wrong: `[N]` bool, sets that the sampler cannot have kept.
+        lowest: the power: a set with less mass than this is found, unless top_k or min_p cut it. 0 where no set is.
+    """
+
+    wrong: Tensor
+    lowest: float
+
+
+@dataclass(frozen=True)
+class SamplerBounds:
+    """Settings of the sampler.
+
+    Attributes:
+        top_p, top_k: as in `SamplingParams`.
+        has_floor: whether a set of fewer than `top_k` ids has at least the mass top_p. Not with min_p, nor where the
+            engine counts top_p of the mass of the top_k.
+        minimal: whether sets have no id more than they need, as all have to which nothing was added.
+    """
+
+    top_p: float
+    top_k: int
+    has_floor: bool = True
+    minimal: bool = True
+
+    def tolerance(self, log_ratios_N: Tensor) -> float:
+        """Tolerated difference of log-odds, from the log-ratios of learner to engine."""
+        if not len(log_ratios_N):
+            return TOLERANCE
+        size = log_ratios_N.detach().abs().double().sort().values
+        return max(TOLERANCE, TIMES * float(size[math.floor(QUANTILE * (len(size) - 1))]), float(size[-1]))
+
+    def judge(
+        self, sizes_N: Tensor, log_mass_N: Tensor, log_least_N: Tensor, claimed_N: Tensor, log_ratios_N: Tensor
+    ) -> JudgedSets:
+        """The sets of which the learner knows the log of the mass and of the least likely id's probability.
+
+        `claimed_N`: log of the mass by the engine's own log-probs, NaN where it does not tell it. `log_ratios_N`: of
+        the sampled tokens over their sets, learner to engine.
+        """
+        tolerance = self.tolerance(log_ratios_N)
+        log_mass, claimed = log_mass_N.double(), claimed_N.double()
+        mass, claim = log_mass.exp(), claimed.exp()
+        rest = (mass - log_least_N.double().exp()).clamp(min=0.0)
+        wrong = (sizes_N > self.top_k) | (claim > 1 + MARGIN)
+        wrong |= ((claim - mass).abs() > MARGIN) & ((_log_odds(claim) - _log_odds(mass)).abs() > tolerance)
+        floor = torch.tensor(min(self.top_p, NEARLY_ONE), dtype=torch.float64, device=mass.device)
+        if self.top_p < 1 and self.minimal:
+            wrong |= (rest > floor + MARGIN) & (_log_odds(rest) > _log_odds(floor) + tolerance)
+        if not self.has_floor:
+            return JudgedSets(wrong, 0.0)
+        lowest = torch.minimum((_log_odds(floor) - tolerance).sigmoid(), floor - MARGIN)
+        return JudgedSets(wrong | ((sizes_N < self.top_k) & (mass < lowest)), float(lowest))
+
+
+def _log_odds(probability: Tensor) -> Tensor:
+    return probability.clamp(1e-12, 1 - 1e-12).logit()
