@@ -30,6 +30,7 @@ from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
 from moe_trm.runtime.gloo import LOOPBACK
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.private import remove_abandoned
+from moe_trm.runtime.python import run_module
 
 LOCK = ".lock"
 """File of a run's folder that `moe-trm train` holds from its checks to its end (`moe_trm.runtime.lock`)."""
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """The command line of `ranks` learner ranks on this host."""
-    return [sys.executable, "-m", "launch.ranks", str(ranks), config_path, *overrides]
+    return run_module("launch.ranks", str(ranks), config_path, *overrides)
 
 
 def learner_environment(api_key: str | None) -> dict[str, str]:

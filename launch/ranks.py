@@ -37,6 +37,7 @@ from moe_trm.run_folder.run_end import record_failure
 from moe_trm.runtime.interruption import ASKED
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.private import Scratch
+from moe_trm.runtime.python import module_options
 
 POLL_S = 0.05
 SHUTDOWN_PATIENCE_S = 10
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
     config = load(rest[0], rest[1:])
-    code, why = run_with_restarts(int(num_ranks), ["-m", "launch.train", *rest], config.train.max_restarts, Stop())
+    program = module_options("launch.train", *rest)
+    code, why = run_with_restarts(int(num_ranks), program, config.train.max_restarts, Stop())
     if code:
         leave_report(Path(config.run_dir) / config.name, why, written=config.observe.report)
     return code

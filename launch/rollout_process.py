@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
 from launch.child import Child
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
+from moe_trm.runtime.python import run_module
 
 READY = b"rollout server ready"
 """The beginning of the line that `launch.rollout` prints once the server generates."""
@@ -20,7 +20,7 @@ END_S = 30.0
 
 def rollout_command(config_path: str, overrides: Sequence[str]) -> list[str]:
     """The command line of the server of a configuration on this host."""
-    return [sys.executable, "-m", "launch.rollout", config_path, *overrides]
+    return run_module("launch.rollout", config_path, *overrides)
 
 
 class RolloutProcess:

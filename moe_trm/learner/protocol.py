@@ -139,7 +139,8 @@ class Learner(Resumable, Protocol):
         """Make one optimizer step, at `lr_scale` times the scheduled learning rate.
 
         None is made where every gradient is zero (`UpdateResult.is_empty`). With `entropy`, scores have the policy's
-        entropy, with `kept_mass` the log kept masses. Gradients of an earlier update that was refused half way are forgotten.
+        entropy, with `kept_mass` the logs of the kept masses. Gradients of an earlier update that was refused half way
+        are forgotten.
 
         `objective(i, current)` is called once for each batch on every rank. Ranks of one model that hold the same rows
         call it with the same scores; of pipeline stages only the last one's call makes the gradient. It returns the

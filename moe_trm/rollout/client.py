@@ -7,7 +7,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
 from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
 from moe_trm.runtime.private import Scratch
+from moe_trm.runtime.python import run_module
 from moe_trm.sync.manifest import Meeting, ScoredText, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
@@ -59,7 +59,7 @@ class ControllerProcess:
         with log_path.open("ab") as log:
             self._begins = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_trm.rollout.service"],
+                run_module("moe_trm.rollout.service"),
                 # It reads its key below; the functions of the user's own that it starts, and code that those run, are
                 # not to find one.
                 env={**without_key(os.environ), name: value},

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from moe_trm.runtime.frames import from_child
 from moe_trm.runtime.hang import HangDetector, Health, Observation, state_of
 from moe_trm.runtime.lifeline import signal_group
 from moe_trm.runtime.patience import patient
+from moe_trm.runtime.python import run_module
 
 POLL_S = 0.1
 """Pause between two looks at the limits of calls."""
@@ -164,7 +164,7 @@ class Child:
             environment: None for that of this process.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(descriptor)),
+            *run_module(module, str(descriptor)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(descriptor,),

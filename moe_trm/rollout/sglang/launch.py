@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from moe_trm.rollout.sglang.served_differences import check_cuda_kernels, config
 from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, folder_to_serve
 from moe_trm.runtime.addresses import is_loopback
 from moe_trm.runtime.private import write_private
+from moe_trm.runtime.python import run_module
 
 LOAD_FILES = "sglang_loads_*.shm"
 """Counters of a server's schedulers, which SGLang never removes."""
@@ -110,4 +110,4 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
     if served.rollout.quantization is not None:
         options["--quantization"] = served.rollout.quantization
     arguments = [str(part) for pair in options.items() for part in pair]
-    return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]
+    return run_module("sglang.launch_server", *arguments, *flags, *settings.extra_args)

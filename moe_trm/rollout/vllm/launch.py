@@ -13,6 +13,7 @@ from moe_trm.models.hf_config import read_hf_config
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, without_key
 from moe_trm.rollout.vllm.request import LISTED_IDS
 from moe_trm.runtime.gloo import LOOPBACK
+from moe_trm.runtime.python import run_module
 
 LOADER, DOOR = "moe_trm_vllm_worker.loader.WeightLoader", "moe_trm_vllm_worker.door.Door"
 BLOCK_TOKENS = 32
@@ -90,4 +91,5 @@ def launch_command(
     else:
         options["--max-num-batched-tokens"] = settings.chunked_prefill_size
     arguments = [str(part) for pair in options.items() for part in pair]
-    return [str(interpreter()), "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.extra_args]
+    arguments += [*flags, *settings.extra_args]
+    return run_module("vllm.entrypoints.openai.api_server", *arguments, interpreter=str(interpreter()))

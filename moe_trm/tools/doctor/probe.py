@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
 from moe_trm.run_folder.run import Row, read_run
+from moe_trm.runtime.python import run_module
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.tools.doctor.measurements import Measurements, read_measurements
@@ -82,7 +82,7 @@ def zero_update(config_path: str, overrides: Sequence[str], config: Config, fold
     log = folder / "job.log"
     with log.open("wb") as output:
         job = subprocess.run(
-            [sys.executable, "-m", "moe_trm", "train", config_path, *words],
+            run_module("moe_trm", "train", config_path, *words),
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_trm.config.engines import short_name
+from moe_trm.runtime.python import run_module
 from moe_trm.tools.experiment.plan import ExperimentPlan, PlannedRun
 
 
@@ -32,7 +32,7 @@ Stages = Callable[[ExperimentPlan, PlannedRun], Sequence[RunStage]]
 
 def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
-    moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
+    moe_trm, folder = run_module("moe_trm"), plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
     attach = [f"rollout.url={run.server}"] if run.server else []
     found = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]

@@ -56,7 +56,7 @@ def test_a_server_is_started_without_what_vllm_is_known_to_trip_over(
     monkeypatch.setattr(launch, "interpreter", lambda: Path("/v/bin/python"))
     command = command_of(config(tmp_path, replay={"mode": "R3"}))
     # `vllm serve` looks for metadata of a distribution of that name.
-    assert command[:3] == ["/v/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[:4] == ["/v/bin/python", "-P", "-m", "vllm.entrypoints.openai.api_server"]
     given = dict(pairwise(command))
     assert given["--logprobs-mode"] == "processed_logprobs"
     assert given["--max-logprobs"] == "8"

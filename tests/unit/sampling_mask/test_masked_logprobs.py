@@ -124,6 +124,7 @@ def test_golden_top_p_support() -> None:
     torch.testing.assert_close(full.exp(), probs, rtol=0, atol=1e-6)
     mass, least = log_kept_masses(hidden, weight, ids, offsets, 0.8, chunk_tokens=2)
     torch.testing.assert_close(mass.exp()[0], torch.tensor(0.832440, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(least.exp(), torch.tensor([0.185385, 0.185385, 0.053114]).double(), rtol=0, atol=1e-6)
     torch.testing.assert_close(masked_logprobs(hidden, weight, target, ids, offsets, 0.8) + mass, full)
 
 
