@@ -43,7 +43,7 @@ from moe_trm.run_folder.history import ALL_DONE, begin, is_done, only_trainer
 from moe_trm.run_folder.run import CHOICES
 from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
 from moe_trm.runtime.interruption import Interruption, Stopped
-from moe_trm.runtime.private import Scratch
+from moe_trm.runtime.private import Scratch, write_private
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.sync.distributed import Sender
@@ -148,7 +148,8 @@ def run(
         if rank == 0:
             first_step = checkpoints.first_step
             changes = begin(run_dir, config.dump(), first_step=first_step, branched=checkpoints.branched)
-            (run_dir / CHOICES).write_text(json.dumps([asdict(choice) for choice in choices], indent=2) + "\n")
+            made = json.dumps([asdict(choice) for choice in choices], indent=2)
+            write_private(run_dir / CHOICES, f"{made}\n".encode())
             sinks = watched.enter_context(open_sinks(config, run_dir, first_step=first_step))
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
             for choice in choices:

@@ -11,6 +11,7 @@ import orjson
 
 from moe_trm.observe.sinks import Sink
 from moe_trm.run_folder.run import SERVERS_FILE
+from moe_trm.runtime.private import append_private
 from moe_trm.types import ServerState
 
 
@@ -85,6 +86,6 @@ class ServerLog(Sink):
     def servers(self, states: Sequence[ServerState]) -> None:
         changes = self._changes.of(states)
         if changes:
-            with self._path.open("ab") as file:
+            with append_private(self._path) as file:
                 for change in changes:
                     file.write(orjson.dumps({"time/unix_s": time.time(), **asdict(change)}) + b"\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from moe_trm.errors import RunError
+from moe_trm.runtime.private import append_private, open_private
 
 if TYPE_CHECKING:
     from moe_trm.corrections.evidence import Correction, Evidence
@@ -55,7 +57,7 @@ class JsonLines(Sink):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("ab", buffering=0)
+        self._path, self._file = path, append_private(path, buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         row = {"step": step, "time/unix_s": time.time(), **metrics}
@@ -83,7 +85,7 @@ def keep_steps(path: Path, last: int) -> None:
     if not path.exists():
         return
     end = 0
-    with path.open("r+b") as file:
+    with open(open_private(path, os.O_RDWR), "r+b") as file:
         for line in file:
             # A killed run may have left half a line at the end.
             if not line.endswith(b"\n") or orjson.loads(line)["step"] > last:

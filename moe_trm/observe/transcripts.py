@@ -15,6 +15,7 @@ from moe_trm.observe.report.session_tree import tree_lines
 from moe_trm.observe.report.token_rows import Transcript, name_of, transcript
 from moe_trm.observe.report.transcript_page import transcript_page
 from moe_trm.observe.sinks import Sink
+from moe_trm.runtime.private import write_private
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import TrainRow
 
@@ -58,8 +59,8 @@ class Transcripts(Sink):
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"step-{step:06d}"
             pieces = [self._pieces(each) for each in chosen]
-            path.with_suffix(".txt").write_text(as_text(step, chosen, pieces), encoding="utf-8")
-            path.with_suffix(".html").write_text(transcript_page(step, chosen, pieces), encoding="utf-8")
+            write_private(path.with_suffix(".txt"), as_text(step, chosen, pieces).encode())
+            write_private(path.with_suffix(".html"), transcript_page(step, chosen, pieces).encode())
         self._due = (step + 1) % self._every == 0 or (self._due and not chosen)
 
     def _pieces(self, transcript: Transcript) -> list[str]:

@@ -27,7 +27,7 @@ from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
 from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
-from moe_trm.runtime.private import Scratch
+from moe_trm.runtime.private import Scratch, append_private
 from moe_trm.runtime.python import run_module
 from moe_trm.sync.manifest import Meeting, ScoredText, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
@@ -56,7 +56,7 @@ class ControllerProcess:
         # By it, commands are found that the controller started and could not end.
         self._mark = f"MOE_TRM_CONTROLLER={secrets.token_hex(8)}"
         name, value = self._mark.split("=")
-        with log_path.open("ab") as log:
+        with append_private(log_path) as log:
             self._begins = log.tell()
             self._process = subprocess.Popen(
                 run_module("moe_trm.rollout.service"),

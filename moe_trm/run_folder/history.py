@@ -21,7 +21,7 @@ from moe_trm.run_folder import run_end
 from moe_trm.run_folder.run import CHANGES_FILE, CHOICES, SERVERS_FILE
 from moe_trm.runtime.lock import held_alone
 from moe_trm.runtime.patience import patient
-from moe_trm.runtime.private import write_private
+from moe_trm.runtime.private import append_private, write_private
 
 END_OF_KILLED_S = 5.0
 """Time for the processes of an earlier start, which were killed, to be gone."""
@@ -114,7 +114,7 @@ def begin(
         changes = differences(branched, now) if branched is not None else changes_since(run_dir, now)
     for change in changes:
         line = {"step": first_step, "time/unix_s": time.time(), **msgspec.structs.asdict(change)}
-        with (run_dir / CHANGES_FILE).open("ab") as file:
+        with append_private(run_dir / CHANGES_FILE) as file:
             file.write(msgspec.json.encode(line) + b"\n")
     write_private(run_dir / "config.json", f"{json.dumps(now, indent=2)}\n".encode())
     return list(changes)

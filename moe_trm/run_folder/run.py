@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from moe_trm.errors import RunError
@@ -101,7 +102,10 @@ def read_run(folder: Path) -> Run:
     if damaged:
         lines = ", ".join(str(number) for number in damaged[:10]) + (", ..." if len(damaged) > 10 else "")
         notes.append(f"Damaged lines of metrics.jsonl were left out: {lines} ({len(damaged)} in all).")
-    return Run(folder, config, rows, tuple(notes), _choices(folder / CHOICES))
+    choices = _choices(folder / CHOICES)
+    if choices is None:
+        notes.append(f"{CHOICES} cannot be read, so what `auto` became is not shown.")
+    return Run(folder, config, rows, tuple(notes), choices or ())
 
 
 def _why_no_step(folder: Path) -> str:
@@ -110,13 +114,21 @@ def _why_no_step(folder: Path) -> str:
     return f"the run {state}: {trouble}; {where}" if trouble else f"wait for the first step; {where}"
 
 
-def _choices(path: Path) -> tuple[str, ...]:
-    """None for a run that was started before they were kept."""
+class _Choice(msgspec.Struct):
+    key: str
+    value: Any
+    reason: str
+
+
+def _choices(path: Path) -> tuple[str, ...] | None:
+    """Empty for a run that was started before they were kept; None where they are damaged."""
     if not path.is_file():
         return ()
-    return tuple(
-        f"{made['key']}: auto -> {made['value']}: {made['reason']}" for made in orjson.loads(path.read_bytes())
-    )
+    try:
+        choices = msgspec.json.decode(path.read_bytes(), type=list[_Choice])
+    except msgspec.DecodeError:
+        return None
+    return tuple(f"{made.key}: auto -> {made.value}: {made.reason}" for made in choices)
 
 
 def _config(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from moe_trm.errors import RunError
-from moe_trm.runtime.private import private_folder
+from moe_trm.runtime.private import open_private, private_folder
 
 POLL_S = 0.1
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -48,8 +48,8 @@ def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "")
     as "trains into this folder") and what the user can do beside waiting (`fix`).
     """
     private_folder(path.parent)
-    # Its mode is for this user. No child inherits the descriptor, or the lock would outlive this process.
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # No child inherits the descriptor, or the lock would outlive this process.
+    file = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         _take(file, path, work, patience_s, fix)
         os.truncate(file, 0)
@@ -62,8 +62,8 @@ def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "")
 def holder_of(path: Path) -> Holder | None:
     """The process that holds the lock `path` now; None where no process does, or where that cannot be known."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        file = open_private(path, os.O_RDONLY)
+    except (OSError, RunError):
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

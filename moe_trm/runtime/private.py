@@ -7,6 +7,7 @@ ids mean nothing. Removal goes through descriptors and follows no link: nothing 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -15,8 +16,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, RunError
 
 PREFIX = "moe-trm-"
 OWNER = ".owner"
@@ -106,9 +108,10 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder of mode 0700, or keep others from writing into the one that is there. Returns it.
+    """Make a folder of mode 0700, or keep others from writing into an empty one that is there. Returns it.
 
-    Raises `ConfigError` for a folder of another user, who could put a file of ours out of the way and another in.
+    Raises `ConfigError` for a folder of another user, who could put a file of ours out of the way and another in, and
+    for one with files into which others could write: no one knows which of them are theirs.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
@@ -121,8 +124,55 @@ def private_folder(path: Path) -> Path:
             fix="Choose another run_dir or name.",
         )
     if found.st_mode & 0o022:
+        # Nothing can be put there any more while we look.
         path.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+        if inside := sorted(os.listdir(path)):
+            path.chmod(stat.S_IMODE(found.st_mode))
+            raise ConfigError(
+                "other users can write into this folder, and there are files in it",
+                where=str(path),
+                got=f"mode {stat.S_IMODE(found.st_mode):o}, with {', '.join(inside[:5])}",
+                expected="a new folder, an empty one, or one that only this user writes",
+                fix=f"Choose another run_dir or name. If you know every file and link in it: chmod -R go-w {path}",
+            )
     return path
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Descriptor of a file of this user in a folder of `private_folder`, made with mode 0600 by `os.O_CREAT`.
+
+    Raises `RunError` for a link, and for a file of another user or with a second name: what is written there would go
+    into another file. Other errors are `OSError`.
+    """
+    try:
+        file = os.open(path, flags | _FILE, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise _not_ours(path, f"a link to {os.readlink(path)}") from error
+    found = os.fstat(file)
+    if found.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+        os.close(file)
+        raise _not_ours(path, f"a file of user {found.st_uid}")
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(file)
+        raise _not_ours(path, f"a file with {found.st_nlink} names, of mode {found.st_mode:o}")
+    return file
+
+
+def append_private(path: Path, *, buffering: int = -1) -> IO[bytes]:
+    """A file of `open_private` to append to."""
+    return open(open_private(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=buffering)
+
+
+def _not_ours(path: Path, got: str) -> RunError:
+    return RunError(
+        "a file of this run is not its own",
+        where=str(path),
+        got=got,
+        expected="a file of this user with one name, and no link",
+        fix="See who made it, and remove it; or choose another run_dir or name.",
+    )
 
 
 def write_private(path: Path, data: bytes) -> None:

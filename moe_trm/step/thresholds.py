@@ -6,7 +6,6 @@ Those by length go on following the run instead.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from moe_trm.corrections import BoundRule, Evidence, calibrate, scores
 from moe_trm.corrections.by_length import LEAST, LengthTracker, octave_name
 from moe_trm.corrections.calibration import scores_and_lengths
 from moe_trm.learner.protocol import Learner
+from moe_trm.runtime.private import write_private
 from moe_trm.step.recipe import Uncalibrated, placeholder
 
 
@@ -162,6 +162,4 @@ class Thresholds:
         if self._path is None or learner.data_rank != 0:
             return
         # Several ranks may hold the same rows: each replaces the file with the same text at once.
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self._chosen, indent=2, sort_keys=True) + "\n")
-        partial.replace(self._path)
+        write_private(self._path, f"{json.dumps(self._chosen, indent=2, sort_keys=True)}\n".encode())

@@ -10,6 +10,7 @@ from pathlib import Path
 from moe_trm.observe.report.conclusion import sentences
 from moe_trm.observe.report.page import render
 from moe_trm.run_folder.run import read_run
+from moe_trm.runtime.private import write_private
 
 MOST_NAMED = 4
 """Runs that a file name lists."""
@@ -44,5 +45,5 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     if len(folders) > MOST_NAMED:
         name = f"report-{len(folders)}-runs.html"
     path = out or folders[0] / name
-    path.write_text(render(runs), encoding="utf-8")
+    write_private(path, render(runs).encode())
     return path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -15,18 +17,23 @@ _WITH_EXPONENT = re.compile(r"(?<![\w.])\d[\d.]*e-\d+")
 
 
 def document(title: str, body: str, data: object) -> str:
-    """A complete page; `data` is the JSON that the script reads and that a test compares with the metrics."""
+    """A complete page; `data` is the JSON that the script reads and that a test compares with the metrics.
+
+    A browser runs this script and no other, whatever a text in the page manages to say.
+    """
+    script = f"\n{_resource('page.js')}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data:\">\n"
+        f"script-src 'sha256-{digest}'; img-src data:\">\n"
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n"
         '<div id="tip" role="status" hidden></div>\n'
         f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
-        f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import orjson
+import msgspec
 from pydantic import ValidationError
 
 from moe_trm.config.anti_patterns import AntiPattern, found
@@ -21,28 +22,45 @@ from moe_trm.config.schema import Config
 from moe_trm.observe.report.html import section, table
 from moe_trm.run_folder.run import CHANGES_FILE, SERVERS_FILE, Run
 
+Line = TypeVar("Line")
+
+
+class _ServerChange(msgspec.Struct):
+    url: str
+    lost: bool
+    unix_s: float = msgspec.field(name="time/unix_s")
+    why: str = ""
+    seconds: float | None = None
+
+
+class _SettingChange(msgspec.Struct):
+    step: int
+    key: str
+    old: Any
+    new: Any
+
 
 def lost_servers(run: Run, *, many: bool) -> str:
     """Every loss and every return, with the time."""
-    changes = _lines(run.folder / SERVERS_FILE)
+    changes = _lines(run.folder / SERVERS_FILE, _ServerChange)
     if not changes:
         return ""
     rows = (
-        f'<tr class="{"bad" if change["lost"] else "good"}"><td>{_when(change["time/unix_s"])}</td>'
-        f"<td>{escape(str(change['url']))}</td><td>{escape(_what(change))}</td></tr>"
+        f'<tr class="{"bad" if change.lost else "good"}"><td>{_when(change.unix_s)}</td>'
+        f"<td>{escape(change.url)}</td><td>{escape(_what(change))}</td></tr>"
         for change in changes
     )
-    away = sorted(url for url, lost in {change["url"]: change["lost"] for change in changes}.items() if lost)
+    away = sorted(url for url, lost in {change.url: change.lost for change in changes}.items() if lost)
     now = f'<p class="warning">Out of service at the last look: {escape(", ".join(away))}</p>' if away else ""
     return section("Rollout servers", now + table(("time", "server", "state"), rows), run.name if many else "")
 
 
 def changed_settings(run: Run, *, many: bool) -> str:
     """Every change and the step after which it holds."""
-    changes = _lines(run.folder / CHANGES_FILE)
+    changes = _lines(run.folder / CHANGES_FILE, _SettingChange)
     rows = (
-        f"<tr><td>{change['step']}</td><th scope=row><code>{escape(change['key'])}</code></th>"
-        f"<td>{escape(as_yaml(change['old']))}</td><td>{escape(as_yaml(change['new']))}</td></tr>"
+        f"<tr><td>{change.step}</td><th scope=row><code>{escape(change.key)}</code></th>"
+        f"<td>{escape(as_yaml(change.old))}</td><td>{escape(as_yaml(change.new))}</td></tr>"
         for change in changes
     )
     shown = table(("after step", "setting", "before", "then"), rows)
@@ -76,14 +94,17 @@ def linted(run: Run, *, many: bool) -> str:
     return section("Anti-patterns", shown, run.name if many else "")
 
 
-def _what(change: Mapping[str, Any]) -> str:
-    return f"out of service: {change['why']}" if change["lost"] else f"back after about {change['seconds']:.0f} s"
+def _what(change: _ServerChange) -> str:
+    return f"out of service: {change.why}" if change.lost else f"back after about {change.seconds or 0.0:.0f} s"
 
 
-def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """The whole lines of a file, if there is one; a last line without its end is one that is being written."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+def _lines(path: Path, kind: type[Line]) -> list[Line]:
+    """The lines of a file, if there is one. Damaged ones, and one that is being written, are left out."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=kind))
+    return found
 
 
 def _when(unix_s: float) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -28,7 +29,7 @@ from moe_trm.rollout.servers.placement import gpus_of, place, servers_here
 from moe_trm.rollout.servers.port import held_port
 from moe_trm.runtime.lifeline import Lifeline, members, signal_group
 from moe_trm.runtime.patience import patient
-from moe_trm.runtime.private import Scratch
+from moe_trm.runtime.private import Scratch, append_private
 
 LAST_BYTES = 1 << 18
 """End of the log in which an error is looked for."""
@@ -201,7 +202,8 @@ def _spawn(
     api_key: str,
     scratch: Scratch,
 ) -> Server:
-    log_begin = log_path.stat().st_size if log_path.exists() else 0
+    log = append_private(log_path, buffering=0)
+    log_begin = log.tell()
     # A file, not a pipe: a full pipe would stop the server whenever this process is stopped or slow.
     with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
@@ -218,7 +220,7 @@ def _spawn(
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
-        args=(process, source, written, log_path, api_key.encode()),
+        args=(process, source, written, log, api_key.encode()),
         daemon=True,
         name="rollout-log",
     )
@@ -230,8 +232,8 @@ def _spawn(
     )
 
 
-def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
-    """Copy the server's output to `log_path` until it ends, without the key, which an engine may print.
+def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log: IO[bytes], secret: bytes) -> None:
+    """Copy the server's output to `log` until it ends, without the key, which an engine may print.
 
     `source` is an unnamed file that only this user can read, `written` the descriptor by which the server writes it.
     The file is emptied once much of it has been copied.
@@ -248,7 +250,7 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_pa
             taken = log.write(note + data) or 0  # may be a part: the last bytes of the disk
         lost = (lost if taken < len(note) else 0) + len(data) - max(0, taken - len(note))
 
-    with source, log_path.open("ab", buffering=0) as log:
+    with source, log:
         begun, over = b"", False
         while not over:
             over = process.poll() is not None  # looked at before the last copy, which so misses nothing

@@ -17,7 +17,7 @@ import time
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -77,7 +77,9 @@ def test_a_server_answers_although_nobody_reads_its_output(
     tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the process that watches it is stopped: more than any pipe holds."""
-    monkeypatch.setattr(supervisor, "_pump", lambda process, source, *rest: source.close())
+    monkeypatch.setattr(
+        supervisor, "_pump", lambda process, source, written, log, secret: [source.close(), log.close()]
+    )
     server = start_server(Served.of(config(tmp_path, "--chatty", "yes")), tmp_path / "rollout.log", "secret-key")
     try:
         for _ in range(3):
@@ -145,8 +147,7 @@ class Output(list[bytes]):
 def test_what_a_full_disk_did_not_take_is_said_once_there_is_room() -> None:
     disk = Disk()
     output: Any = Output(disk)
-    log: Any = type("Log", (), {"open": lambda *_, **__: disk})()
-    supervisor._pump(output, output, os.open(os.devnull, os.O_WRONLY), log, b"secret")
+    supervisor._pump(output, output, os.open(os.devnull, os.O_WRONLY), cast(Any, disk), b"secret")
     missing = len("the first line\nthe second\n") - 6
     assert disk.said.decode() == f"the fi[{missing} bytes are missing here: this log could not be written]\nthe third\n"
 
@@ -155,9 +156,9 @@ def test_a_full_disk_under_its_log_does_not_let_the_output_pile_up(
     tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "KEPT_OUTPUT_BYTES", 1000)
-    log = tmp_path / "rollout.log"
-    log.symlink_to("/dev/full")
-    server = start_server(Served.of(config(tmp_path, "--chatty", "yes")), log, "secret-key")
+    full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - the log pump closes it
+    monkeypatch.setattr(supervisor, "append_private", lambda *_, **__: full)
+    server = start_server(Served.of(config(tmp_path, "--chatty", "yes")), tmp_path / "rollout.log", "secret-key")
     try:
         for _ in range(3):
             urllib.request.urlopen(f"{server.url}/health", timeout=20).close()

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, RunError
+from moe_trm.observe.sinks import JsonLines
 from moe_trm.rollout.access import Access, await_access, giving
 from moe_trm.runtime import private
-from moe_trm.runtime.private import OWNER, Scratch, private_folder, read_private, remove_abandoned, write_private
+from moe_trm.runtime.lock import held_alone
+from moe_trm.runtime.private import (
+    OWNER,
+    Scratch,
+    append_private,
+    private_folder,
+    read_private,
+    remove_abandoned,
+    write_private,
+)
 
 MAKES_ONE = """
 import os, sys
@@ -136,6 +146,58 @@ def test_a_run_folder_is_for_its_user_and_stays_open_to_readers_who_were_let_in(
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o775)
     assert private_folder(tmp_path / "open").stat().st_mode & 0o777 == 0o755
+    (tmp_path / "open" / "file").touch()
+    assert private_folder(tmp_path / "open").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_that_others_could_fill_is_refused(tmp_path: Path) -> None:
+    """A link that somebody planted there would lead a write elsewhere."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".lock").symlink_to(tmp_path / "precious")
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"(?s)mode 777, with \.lock.*chmod -R go-w"):
+        private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o777, "a second try is refused too"
+    folder.chmod(0o770)
+    with pytest.raises(ConfigError, match="mode 770"):
+        private_folder(folder)
+
+
+@pytest.mark.parametrize("link", ["symbolic", "dangling", "hard"])
+def test_what_is_written_into_a_run_folder_follows_no_link(tmp_path: Path, link: str) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "run"
+    folder.mkdir()
+    if link != "dangling":
+        precious.write_text("mine")
+    for name in (".lock", "metrics.jsonl", "servers.jsonl", "report.html", "choices.json"):
+        if link == "hard":
+            (folder / name).hardlink_to(precious)
+        else:
+            (folder / name).symlink_to(precious)
+    with pytest.raises(RunError, match="is not its own"), held_alone(folder / ".lock", "works here"):
+        pass
+    with pytest.raises(RunError, match="is not its own"):
+        JsonLines(folder / "metrics.jsonl")
+    with pytest.raises(RunError, match="is not its own"):
+        append_private(folder / "servers.jsonl")
+    write_private(folder / "report.html", b"new")
+    assert not (folder / "report.html").is_symlink()
+    assert precious.exists() == (link != "dangling")
+    assert link == "dangling" or precious.read_text() == "mine"
+
+
+def test_a_file_of_another_user_is_not_appended_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with append_private(tmp_path / "log") as log:
+        log.write(b"first")
+    with append_private(tmp_path / "log") as log:
+        assert log.tell() == 5
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    monkeypatch.setattr(Path, "stat", lambda path: os.stat_result((0o40700, 0, 0, 1, uid + 1, 0, 0, 0, 0, 0)))
+    with pytest.raises(RunError, match=f"a file of user {uid}"):
+        append_private(tmp_path / "log")
 
 
 def test_a_private_file_is_refused_once_others_may_read_it(tmp_path: Path) -> None:
