@@ -87,6 +87,8 @@ class SessionTurn:
         row: row of its sample that trains it; -1: none does.
         cut: its messages continue an answer that its ids do not, e.g. because the chat template changed earlier text.
         reason: why no row trains it: `not_chosen` by `agent.rows`, or what its rows were rejected for; empty otherwise.
+        cut_by: reason of the cut; empty where there is none, and in recordings that do not have it.
+        dialect: interface over which it was asked for; empty in recordings that do not have it.
     """
 
     parent: int
@@ -95,6 +97,8 @@ class SessionTurn:
     row: int = -1
     cut: bool = False
     reason: str = ""
+    cut_by: str = ""
+    dialect: str = ""
 
 
 @dataclass(frozen=True)

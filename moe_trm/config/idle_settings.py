@@ -60,6 +60,12 @@ def idle_settings(config: Config) -> Iterator[str]:
             not task.reads_prompts,
             f"task.name={task.name} makes its own prompts",
         ),
+        (
+            "task",
+            "chat_template_kwargs",
+            not task.reads_prompts and not rollout.has_turns,
+            f"task.name={task.name} writes no conversations",
+        ),
         ("train", "eval_every", not traits.has_weights, f"{engine} has no weights to evaluate"),
         ("eval", "temperature top_p", config.eval.samples == 0, "eval.samples=0 samples nothing"),
         (

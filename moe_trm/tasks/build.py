@@ -24,7 +24,7 @@ def build_task(config: TaskConfig, checkpoint: str, seed: int) -> Task:
         ConfigError: a prompt file that is missing or has a bad row.
         CheckpointError: no checkpoint, or a tokenizer that does not fit the model or the task.
     """
-    tokens = Tokens(checkpoint)
+    tokens = Tokens(checkpoint, config.chat_template_kwargs)
     scorer = _scorer(config)
     if config.name == "arithmetic":
         _check_characters(tokens, checkpoint)

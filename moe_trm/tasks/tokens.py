@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.hf_config import text_config
+from moe_trm.tasks.template_variables import check_variables
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """Without any of these transformers makes up an empty tokenizer rather than fail."""
@@ -27,16 +29,19 @@ class Tokens:
     """Tokenizer, vocabulary size and stop tokens of a Hugging Face checkpoint folder.
 
     Attributes:
+        template_variables: of the chat template, in every conversation.
         vocab_size: of the model (config.json); the tokenizer may use fewer ids, never more.
         max_positions: tokens of a sequence at most, of config.json; None where it does not say.
         stop_token_ids: of generation_config.json, else of config.json, else the tokenizer's end token.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    template_variables: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, folder: str | Path, template_variables: Mapping[str, Any] | None = None) -> None:
         """Load config and tokenizer of a checkpoint folder.
 
-        Raises `CheckpointError`: no folder, no config.json, no tokenizer, or a tokenizer with ids the model has no row
-        for.
+        Raises `CheckpointError`: no folder, no config.json, no tokenizer, a tokenizer with ids the model has no row
+        for, or variables that the chat template does not have.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -53,6 +58,9 @@ class Tokens:
         positions = config.get("max_position_embeddings")
         self.max_positions = positions if isinstance(positions, int) else None
         self.stop_token_ids = self._stop_tokens(config)
+        if template_variables:
+            check_variables(template_variables, self._template_text(), str(folder))
+            self.template_variables = template_variables
 
     @cached_property
     def longest_token(self) -> int:
@@ -77,9 +85,9 @@ class Tokens:
     ) -> str:
         """Messages in the form of the tokenizer's chat template, ready for the assistant to answer.
 
-        `tools` are JSON descriptions of functions, `variables` further names that the template knows. `opens_answer`:
-        end with what opens the assistant's answer. Raises `CheckpointError` for no template, or one that cannot write
-        these messages.
+        `tools` are JSON descriptions of functions, `variables` further names that the template knows, before those of
+        the run. `opens_answer`: end with what opens the assistant's answer. Raises `CheckpointError` for no template,
+        or one that cannot write these messages.
         """
         if not self.has_chat_template:
             raise CheckpointError(
@@ -94,7 +102,7 @@ class Tokens:
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
                 add_generation_prompt=opens_answer,
-                **(variables or {}),
+                **{**self.template_variables, **(variables or {})},
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -104,6 +112,11 @@ class Tokens:
                 expected="messages in an order that the template knows",
             ) from error
         return str(rendered)
+
+    def _template_text(self) -> str | None:
+        """The chat template; all of them where it has several by name."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else template
 
     @property
     def has_chat_template(self) -> bool:

@@ -12,7 +12,7 @@ AgentRows = Literal["last", "trajectory", "turns"]
 
 
 class AgentConfig(Section):
-    """OpenAI's interface to the policy, for `rollout.agent` (docs/agents.md)."""
+    """OpenAI's and Anthropic's interfaces to the policy, for `rollout.agent` (docs/agents.md)."""
 
     rows: AgentRows = "last"
     """Part of a session that is trained. `last`: the branch of the last answer, one row; what was sampled elsewhere is

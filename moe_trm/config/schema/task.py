@@ -57,6 +57,10 @@ class TaskConfig(Section):
     `gsm8k`, the prompt alone for `jsonl`."""
     chat: bool = False
     """Give prompts read from a file as the user's message of the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables of the tokenizer's chat template, e.g. `{enable_thinking: false}`, in every conversation of the run:
+    prompts with `task.chat`, rollout functions and agents. Only variables that the template itself reads are taken. A
+    request of an agent may set others."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of each step, so that there is nothing to learn."""
 

@@ -16,6 +16,13 @@ from moe_trm.types import SessionTurn
 COLUMN, LANE, EDGE, RADIUS = 74.0, 34.0, 16.0, 7.0
 LABEL = 170.0
 """Room for the words behind the end of a branch."""
+CUTS = {
+    "template": "the chat template changes earlier text",
+    "stop_text": "text behind a stop text was sampled",
+    "thinking_dropped": "the client left thinking out",
+    "thinking_edited": "the client changed thinking",
+}
+"""Reasons of cuts in words."""
 
 
 def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -> str:
@@ -27,9 +34,9 @@ def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -
     height = 2 * EDGE + LANE * max(lanes) + 12
     ends = leaves(turns)
     links = "".join(_link(turn, columns, lanes, place) for place, turn in enumerate(turns))
-    marks = "".join(_mark(turn, place, row, columns, lanes, end=place in ends) for place, turn in enumerate(turns))
+    marks = "".join(_mark(turns, place, row, columns, lanes, end=place in ends) for place in range(len(turns)))
     root = f'<rect class="root" x="{EDGE - 5:g}" y="{EDGE - 5:g}" width="10" height="10"><title>prompt</title></rect>'
-    said = f"{len(turns)} answers in {len(ends)} branches"
+    said = f"{len(turns)} answers in {len(ends)} branches{_over(turns)}"
     return (
         f'<figure class="session"><div class="wide"><svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="Session of {escape(said)}">{links}{root}{marks}</svg></div>'
@@ -43,16 +50,29 @@ def tree_lines(turns: Sequence[SessionTurn], row: int) -> list[str]:
     """One line for each answer, indented by its place in its branch; `*` marks those of `row`."""
     columns, _ = places(turns)
     return [
-        f"{'  ' * columns[place]}{'*' if turn.row == row else '-'} answer {place}: {words(turn)}"
+        f"{'  ' * columns[place]}{'*' if turn.row == row else '-'} answer {place}: {words(turns, place)}"
         for place, turn in enumerate(turns)
     ]
 
 
-def words(turn: SessionTurn) -> str:
-    """One answer in words."""
+def words(turns: Sequence[SessionTurn], place: int) -> str:
+    """One answer in words: its tokens, the row that trains it, where its branch comes from, and its interface."""
+    turn = turns[place]
     trained = f"row {turn.row}" if turn.row >= 0 else f"not trained ({turn.reason})"
-    cut = ", cut" if turn.cut else ""
-    return f"{turn.sampled} tokens behind {turn.added} given ones, {trained}{cut}"
+    parts = [f"{turn.sampled} tokens behind {turn.added} given ones", trained]
+    if any(earlier.parent == turn.parent for earlier in turns[:place]):
+        parts.append("another branch " + (f"behind answer {turn.parent}" if turn.parent >= 0 else "from the prompt"))
+    if turn.cut:
+        parts.append(f"cut ({CUTS.get(turn.cut_by, turn.cut_by)})" if turn.cut_by else "cut")
+    if turn.dialect:
+        parts.append(f"over {turn.dialect}")
+    return ", ".join(parts)
+
+
+def _over(turns: Sequence[SessionTurn]) -> str:
+    """The interfaces of a session, in the order in which they came."""
+    dialects = [*dict.fromkeys(turn.dialect for turn in turns if turn.dialect)]
+    return f" over {' and '.join(dialects)}" if dialects else ""
 
 
 def places(turns: Sequence[SessionTurn]) -> tuple[list[int], list[int]]:
@@ -90,13 +110,17 @@ def _link(turn: SessionTurn, columns: Sequence[int], lanes: Sequence[int], place
     return f'<path class="{kind}" d="M{from_x:g},{from_y:g}C{half:g},{from_y:g} {half:g},{y:g} {x:g},{y:g}"/>'
 
 
-def _mark(turn: SessionTurn, place: int, row: int, columns: Sequence[int], lanes: Sequence[int], *, end: bool) -> str:
+def _mark(
+    turns: Sequence[SessionTurn], place: int, row: int, columns: Sequence[int], lanes: Sequence[int], *, end: bool
+) -> str:
+    turn, label = turns[place], words(turns, place)
     x, y = _at(columns[place], lanes[place])
     kind = "own" if turn.row == row else "other" if turn.row >= 0 else "out"
     behind = f"row {turn.row}" if turn.row >= 0 else turn.reason
-    label = f'<text x="{x + RADIUS + 6:g}" y="{y + 4:g}">{escape(behind)}</text>' if end else ""
+    text = f'<text x="{x + RADIUS + 6:g}" y="{y + 4:g}">{escape(behind)}</text>' if end else ""
     return (
-        f'<g class="{kind}" data-answer="{place}" data-row="{turn.row}" data-parent="{turn.parent}">'
-        f'<circle cx="{x:g}" cy="{y:g}" r="{RADIUS:g}"><title>answer {place}: {escape(words(turn))}</title></circle>'
-        f'<text class="count" x="{x:g}" y="{y + RADIUS + 11:g}" text-anchor="middle">{turn.sampled}</text>{label}</g>'
+        f'<g class="{kind}" data-answer="{place}" data-row="{turn.row}" data-parent="{turn.parent}" '
+        f'data-dialect="{escape(turn.dialect)}">'
+        f'<circle cx="{x:g}" cy="{y:g}" r="{RADIUS:g}"><title>answer {place}: {escape(label)}</title></circle>'
+        f'<text class="count" x="{x:g}" y="{y + RADIUS + 11:g}" text-anchor="middle">{turn.sampled}</text>{text}</g>'
     )

@@ -96,6 +96,8 @@ class AgentSampler:
         | `agent/continued` | requests that go on behind sampled ids |
         | `agent/rewritten` | of these, with an answer that the chat template would write in another form |
         | `agent/cut` | requests of which the chat template changes earlier text: a new branch |
+        | `agent/thinking_dropped` | requests with an answer whose thinking the client left out: a new branch |
+        | `agent/thinking_edited` | the same with another thinking |
         | `agent/branches` | branches |
         | `agent/rows` | rows of accepted samples |
         | `agent/rejected_rows/<reason>` | rows that were rejected, of samples with others |
@@ -110,6 +112,8 @@ class AgentSampler:
             "agent/continued": float(totals["continued"]),
             "agent/rewritten": float(totals["rewritten"]),
             "agent/cut": float(totals["cut"]),
+            "agent/thinking_dropped": float(totals["thinking_dropped"]),
+            "agent/thinking_edited": float(totals["thinking_edited"]),
             "agent/branches": float(totals["branches"]),
             "agent/rows": float(totals["rows"]),
             "agent/left_out_tokens": float(totals["left_out_tokens"]),

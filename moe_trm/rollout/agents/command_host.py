@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.rollout.agents.request import MODEL
+from moe_trm.rollout.agents.parameters import MODEL
 from moe_trm.rollout.credentials import without_key
 from moe_trm.runtime.child import Answerer
 from moe_trm.runtime.functions.command_line import run_command
@@ -125,6 +125,10 @@ def environment_of(base_url: str, api_key: str, folder: Path) -> dict[str, str]:
         "OPENAI_API_BASE": base_url,
         "OPENAI_API_KEY": api_key,
         "OPENAI_MODEL": MODEL,
+        # Anthropic's clients put /v1 behind it themselves.
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+        "ANTHROPIC_MODEL": MODEL,
         PROMPT_VARIABLE: str(folder / "prompt.json"),
         "MOE_TRM_REWARD": str(folder / "reward.json"),
         "TMPDIR": str(folder / "tmp"),

@@ -11,8 +11,15 @@ from typing import Any, TypeVar
 
 from moe_trm.errors import CheckpointError, RecordRejected
 from moe_trm.rollout.agents.api_error import ApiError
+from moe_trm.rollout.agents.messages import Message
 from moe_trm.rollout.agents.reader import AnswerReader
-from moe_trm.rollout.agents.request import ChatRequest, CompletionRequest, RequestOptions, one_token_stops
+from moe_trm.rollout.agents.request import (
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    RequestOptions,
+    one_token_stops,
+)
 from moe_trm.rollout.agents.template import ChatTemplate, TooLongError
 from moe_trm.rollout.agents.tree import Context, Node, SessionTree
 from moe_trm.rollout.agents.turn_boundary import TextAnswer, cut_at_stop
@@ -66,6 +73,8 @@ class LiveSession:
         self.close()
         self.tree = SessionTree(self._template)
         self.counts: Counter[str] = Counter()
+        self.kept: dict[str, tuple[Message, ...]] = {}
+        """Conversations up to an answer, by the name of the answer."""
         self._begun = self._calls = 0
         self.ended = False
         """A further answer was asked for and did not fit."""
@@ -85,19 +94,27 @@ class LiveSession:
         """The tokenizer."""
         return self._policy.tokens
 
-    async def chat(self, request: ChatRequest) -> Node:
-        """The policy's next message. Raises `ApiError`."""
-        tools, tree = request.options.tools, self.tree
-        context = await self._written(
-            lambda: tree.chat(request.messages, request.options, lambda text: self._policy.reader(text, tools))
-        )
-        return await self._answer(context, request.asked, tools)
-
-    async def complete(self, request: CompletionRequest) -> Node:
-        """The policy's continuation of a text. Raises `ApiError`."""
+    async def answer(self, request: Request, name: str) -> Node:
+        """The policy's answer, which a later request may refer to by its `name`. Raises `ApiError`."""
         tree = self.tree
-        context = await self._written(lambda: tree.completion(request.prompt))
-        return await self._answer(context, request.asked, None)
+        if isinstance(request, CompletionRequest):
+            prompt = request.prompt
+            context = await self._written(lambda: tree.completion(prompt))
+            return await self._sampled(context, request.options, None)
+        context = await self._written(self._chat(request))
+        node = await self._sampled(context, request.options, request.template.tools)
+        if request.kept is not None and node.answer.message is not None:
+            self.kept[name] = (*request.kept, node.answer.message)
+        return node
+
+    async def count(self, request: ChatRequest) -> int:
+        """The tokens that the policy would be given. Raises `ApiError`."""
+        context = await self._written(self._chat(request), ends=False)
+        return len(context.token_ids)
+
+    def _chat(self, request: ChatRequest) -> Callable[[], Context]:
+        tree, reader, tools = self.tree, self._policy.reader, request.template.tools
+        return lambda: tree.chat(request.messages, request.template, lambda text: reader(text, tools))
 
     def refuse(self) -> None:
         """Count a refusal. Very many of them are a fault of the agent, and cost its sample."""
@@ -118,7 +135,7 @@ class LiveSession:
         if not self.failure.done():
             self.failure.set_exception(error)
 
-    async def _written(self, write: Callable[[], Context]) -> Context:
+    async def _written(self, write: Callable[[], Context], *, ends: bool = True) -> Context:
         if len(self._tasks) >= MAX_IN_FLIGHT:
             raise ApiError(429, f"{MAX_IN_FLIGHT} requests of this session are in flight", code="too_many_requests")
         try:
@@ -126,15 +143,15 @@ class LiveSession:
         except CheckpointError as error:
             raise ApiError(400, str(error), param="messages") from error
         except TooLongError as error:
-            self.ended = True
+            self.ended |= ends
             text = f"{error}; rollout.max_tokens says how many there may be"
             raise ApiError(400, text, param="messages", code="context_length_exceeded") from error
         except RecordRejected as rejection:
             self.fail(rejection)
             raise ApiError(500, "an answer cannot be read; the sample is given up") from rejection
 
-    async def _answer(self, context: Context, asked: RequestOptions, tools: Tools | None) -> Node:
-        params = self._params_for(context, asked)
+    async def _sampled(self, context: Context, options: RequestOptions, tools: Tools | None) -> Node:
+        params = self._params_for(context, options)
         tree = self.tree
         self._begun += 1
         try:
@@ -150,8 +167,8 @@ class LiveSession:
             self.fail(error)
             raise ApiError(500, f"the policy cannot answer; the sample is given up: {error}") from error
         self.counts["requests"] += 1
-        self.counts["overridden"] += bool(asked.overridden)
-        return tree.add(context, turn, answer)
+        self.counts["overridden"] += bool(options.overridden)
+        return tree.add(context, turn, answer, options.dialect)
 
     async def _in_flight(self, work: Awaitable[T]) -> T:
         """The value of `work`, which `close` gives up."""
@@ -163,7 +180,7 @@ class LiveSession:
             task.cancel()
             self._tasks.discard(task)
 
-    def _params_for(self, context: Context, asked: RequestOptions) -> SamplingParams:
+    def _params_for(self, context: Context, options: RequestOptions) -> SamplingParams:
         limits, used = self._policy.limits, len(context.token_ids)
         room = limits.tokens - used
         if room < 1:
@@ -173,13 +190,13 @@ class LiveSession:
         if self._begun >= limits.turns:
             self.ended = True
             raise ApiError(400, f"rollout.max_turns allows {limits.turns} answers", code="turn_limit")
-        stops = one_token_stops(asked.stop, self._policy.tokens.encode_plain)
+        stops = one_token_stops(options.stop, self._policy.tokens.encode_plain)
         own = self.params.stop_token_ids
         return replace(
             self.params,
-            max_new_tokens=min(self.params.max_new_tokens, room, asked.max_tokens or room),
+            max_new_tokens=min(self.params.max_new_tokens, room, options.max_tokens or room),
             stop_token_ids=(*own, *(token for token in dict.fromkeys(stops) if token not in own)),
-            stop_texts=asked.stop,
+            stop_texts=options.stop,
         )
 
     def _read(self, turn: SampledTurn, params: SamplingParams, tools: Tools | None) -> TextAnswer:

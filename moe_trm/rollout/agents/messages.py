@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -42,18 +42,25 @@ def plain(message: object) -> Message:
     return made
 
 
-def same(one: Message, other: Message) -> bool:
-    """True for two messages that say the same, whatever ids their tool calls have."""
-    return _essence(one) == _essence(other) and one.get("reasoning_content") == other.get("reasoning_content")
+def check_results(messages: Sequence[Message]) -> None:
+    """Raises `BadMessageError` for a result that names a call which no message before it has."""
+    ids: set[str | None] = set()
+    for message in messages:
+        name = message.get("tool_call_id")
+        # A call without an id may have any.
+        if message["role"] == "tool" and name is not None and name not in ids and None not in ids:
+            raise BadMessageError(f"a tool's result is of the call {name!r:.80}, which no message before it has")
+        ids.update(call.get("id") for call in message.get("tool_calls", ()))
 
 
-def returned(answer: Message, message: Message) -> bool:
-    """True when `message` of a request is the policy's `answer`.
+def alike(one: Message, other: Message) -> bool:
+    """True for two messages that say the same, whatever reasoning and whatever ids of tool calls they have."""
+    return _essence(one) == _essence(other)
 
-    OpenAI's own interface has no field for reasoning. So an answer that comes back without it is still the answer.
-    """
-    reasoning = message.get("reasoning_content")
-    return _essence(answer) == _essence(message) and reasoning in (None, answer.get("reasoning_content"))
+
+def same_reasoning(one: Message, other: Message) -> bool:
+    """True for two messages with the same reasoning, or none."""
+    return one.get("reasoning_content") == other.get("reasoning_content")
 
 
 def reads_as(answer: Message, message: Message) -> bool:

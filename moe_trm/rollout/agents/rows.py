@@ -113,8 +113,10 @@ def _shape(tree: SessionTree, row_of: Mapping[Node, int], reasons: Mapping[Node,
             added=len(node.context.added),
             sampled=node.turn.num_sampled,
             row=row_of.get(node, -1),
-            cut=node.context.cut,
+            cut=bool(node.context.cut),
             reason="" if node in row_of else reasons.get(node, NOT_CHOSEN),
+            cut_by=node.context.cut,
+            dialect=node.dialect,
         )
         for node in tree.nodes
     )

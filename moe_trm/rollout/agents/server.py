@@ -1,4 +1,4 @@
-"""The address at which agents find the policy: OpenAI's interface over HTTP, a path and a key for each session.
+"""The address at which agents find the policy: several interfaces over HTTP, a path and a key for each session.
 
 It is served by the event loop of the controller. A session is found by its path, and its key opens no other.
 """
@@ -16,11 +16,15 @@ import msgspec
 from aiohttp import web
 
 from moe_trm.errors import ConfigError
-from moe_trm.rollout.agents import responses
 from moe_trm.rollout.agents.api_error import ApiError
+from moe_trm.rollout.agents.dialects.chat import CHAT
+from moe_trm.rollout.agents.dialects.completions import COMPLETIONS
+from moe_trm.rollout.agents.dialects.dialect import Body, Dialect, SessionFacts
+from moe_trm.rollout.agents.dialects.messages import MESSAGES
+from moe_trm.rollout.agents.dialects.responses import RESPONSES
 from moe_trm.rollout.agents.live_session import LiveSession, beside
-from moe_trm.rollout.agents.request import RequestOptions, read_chat, read_completion
-from moe_trm.rollout.agents.tree import Node
+from moe_trm.rollout.agents.parameters import MODEL
+from moe_trm.rollout.agents.request import ChatRequest, Request
 
 MOST_TOLD = 100
 """Failed and malformed requests that are logged: a stranger must not fill the disk."""
@@ -48,6 +52,25 @@ SILENT_S = 30.0
 """A connection that has not shown the key of a session by then is closed."""
 MAX_STRANGERS = 256
 """Connections without a key at the same time; for a further one the oldest is closed."""
+DIALECTS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+MODELS: Body = {
+    "object": "list",
+    "data": [
+        {
+            "id": MODEL,
+            "object": "model",
+            "created": 0,
+            "owned_by": "moe-trm",
+            "type": "model",
+            "display_name": MODEL,
+            "created_at": "1970-01-01T00:00:00Z",
+        }
+    ],
+    "has_more": False,
+    "first_id": MODEL,
+    "last_id": MODEL,
+}
+"""The answer of `/v1/models`, with the fields that OpenAI's clients know and those that Anthropic's know."""
 _Handler = Callable[[LiveSession, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -71,13 +94,17 @@ class AgentServer:
         self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._url = ""
         self._answers = 0
+        self._ignored: set[str] = set()
+        """Parameters that have been named in the log."""
 
     async def start(self) -> None:
         """Listen. Raises `ConfigError` where that is not possible."""
         app = web.Application(client_max_size=self._limit, middlewares=[_errors])
         path = "/sessions/{session}/v1"
-        app.router.add_post(f"{path}/chat/completions", self._for(self._chat))
-        app.router.add_post(f"{path}/completions", self._for(self._completion))
+        for dialect in DIALECTS:
+            app.router.add_post(f"{path}/{dialect.path}", self._for(self._answers_in(dialect)))
+            if dialect.count is not None:
+                app.router.add_post(f"{path}/{dialect.path}/count_tokens", self._for(self._counts_in(dialect)))
         app.router.add_get(f"{path}/models", self._for(self._models))
         # A client that hangs up ends its request.
         self._runner = web.AppRunner(
@@ -155,36 +182,53 @@ class AgentServer:
         return handle
 
     def _session(self, request: web.Request) -> LiveSession:
-        """The session of the path. Raises `ApiError` without telling whether the path or the key is wrong."""
+        """The session of the path. Raises `ApiError` that does not show whether the path or the key is wrong."""
         key, session = self._sessions.get(request.match_info["session"], (b"", None))
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key)
-        if session is None or not right or scheme.lower() != "bearer":
+        shown = _key(request).encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(shown, key) or session is None:
             raise ApiError(401, "no such session, or not its key", code="invalid_api_key")
         known = self._strangers.pop(request.protocol, None)
         if known is not None:
             known.cancel()
         return session
 
-    async def _chat(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
-        asked = await beside(lambda: read_chat(body, session.params, reads_calls=session.reads_calls))
-        node = await session.chat(asked)
-        whole = responses.chat_completion(node, self._name("chatcmpl"), asked.asked, session.vocabulary)
-        return await _reply(request, whole, asked.asked)
+    def _answers_in(self, dialect: Dialect) -> _Handler:
+        async def answer(session: LiveSession, request: web.Request) -> web.StreamResponse:
+            query = await self._read(dialect, session, request)
+            self._answers += 1
+            name = f"{dialect.prefix}_{self._answers}"
+            node = await session.answer(query, name)
+            return await _reply(request, dialect, dialect.write(node, name, query, session.vocabulary), query)
 
-    async def _completion(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
-        asked = read_completion(await _body(request), session.params)
-        node: Node = await session.complete(asked)
-        whole = responses.completion(node, self._name("cmpl"), asked.asked, session.vocabulary)
-        return await _reply(request, whole, asked.asked)
+        return answer
+
+    def _counts_in(self, dialect: Dialect) -> _Handler:
+        async def count(session: LiveSession, request: web.Request) -> web.StreamResponse:
+            query = await self._read(dialect, session, request)
+            assert dialect.count is not None, "it has the path"
+            assert isinstance(query, ChatRequest), "only conversations are counted"
+            return _json(dialect.count(await session.count(query)))
+
+        return count
+
+    async def _read(self, dialect: Dialect, session: LiveSession, request: web.Request) -> Request:
+        body = await _body(request)
+        facts = SessionFacts(session.params, session.reads_calls, session.kept)
+        query = await beside(lambda: dialect.read(body, facts))
+        for name in query.options.ignored:
+            if name not in self._ignored and len(self._ignored) < MOST_TOLD:
+                self._ignored.add(name)
+                log.warning("agents send %s over /v1/%s, which has no effect here", name, dialect.path)
+        return query
 
     async def _models(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
-        return _json(responses.models())
+        return _json(MODELS)
 
-    def _name(self, kind: str) -> str:
-        self._answers += 1
-        return f"{kind}-{self._answers}"
+
+def _key(request: web.Request) -> str:
+    """The key that a client shows, in the header of OpenAI's clients or in that of Anthropic's; empty without one."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 async def _body(request: web.Request) -> object:
@@ -195,15 +239,15 @@ async def _body(request: web.Request) -> object:
     return body
 
 
-async def _reply(request: web.Request, whole: dict[str, object], asked: RequestOptions) -> web.StreamResponse:
-    headers = {OVERRIDDEN: ",".join(asked.overridden)} if asked.overridden else {}
-    if not asked.stream:
-        return _json(whole, headers=headers)
+async def _reply(request: web.Request, dialect: Dialect, answer: Body, query: Request) -> web.StreamResponse:
+    overridden = query.options.overridden
+    headers = {OVERRIDDEN: ",".join(overridden)} if overridden else {}
+    if not query.options.stream:
+        return _json(answer, headers=headers)
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | headers)
     await stream.prepare(request)
-    for event in responses.events(whole, usage=asked.stream_usage):
-        await stream.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-    await stream.write(b"data: [DONE]\n\n")
+    for event in dialect.events(answer, query):
+        await stream.write(event)
     await stream.write_eof()
     return stream
 
@@ -219,7 +263,14 @@ async def _errors(
     try:
         return await handler(request)
     except ApiError as error:
-        return _json(error.body, status=error.status)
+        refused = error
     except web.HTTPException as error:
         # Of aiohttp itself: an unknown path, another method, a body that is too long.
-        return _json(ApiError(error.status, error.reason).body, status=error.status)
+        refused = ApiError(error.status, error.reason)
+    return _json(_dialect_of(request).refusal(refused), status=refused.status)
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    """The dialect whose path a request has; chat for paths that no dialect has."""
+    _, _, path = request.path.partition("/v1/")
+    return next((dialect for dialect in DIALECTS if path.startswith(dialect.path)), CHAT)

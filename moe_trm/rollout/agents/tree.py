@@ -8,14 +8,21 @@ branch at the last node for which that holds, or at the root.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from moe_trm.rollout.agents.messages import Message, returned, same
+from moe_trm.rollout.agents.messages import Message, alike, same_reasoning
 from moe_trm.rollout.agents.template import Template, TemplateOptions
-from moe_trm.rollout.agents.turn_boundary import Reader, TextAnswer, find_boundary
+from moe_trm.rollout.agents.turn_boundary import Reader, TextAnswer, TurnBoundary, find_boundary
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.types import Prompt, SampledTurn
+
+Cut = Literal["", "template", "stop_text", "thinking_dropped", "thinking_edited"]
+"""Reasons for another branch where the messages go on: the template changes earlier text, text was sampled that the
+client never saw, or the client sends an answer back without its thinking, or with another.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,7 @@ class Context:
         text: all of it, as the template writes it.
         added: `[A]` ids behind those of the parent; the policy did not sample them.
         rewritten: the template would write the parent's answer in another form.
-        cut: the messages continue an answer that the ids do not: the template changes earlier text, or text was sampled
-            that the client never saw.
+        cut: why the messages continue an answer that the ids do not; empty where that is not so.
     """
 
     parent: Node | None
@@ -37,7 +43,7 @@ class Context:
     text: str
     added: tuple[int, ...]
     rewritten: bool = False
-    cut: bool = False
+    cut: Cut = ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -54,11 +60,15 @@ class Context:
 
 @dataclass(eq=False)
 class Node:
-    """One answer: where it begins, what the engine recorded, and its text."""
+    """One answer: where it begins, what the engine recorded, its text, and the interface over which it was asked for.
+
+    `dialect` is a name for the report; nothing depends on it.
+    """
 
     context: Context
     turn: SampledTurn
     answer: TextAnswer
+    dialect: str = ""
     children: int = 0
 
     @property
@@ -98,30 +108,54 @@ class SessionTree:
     def counts(self) -> dict[str, int]:
         """Answers whose context goes on behind sampled ids (`continued`), and those of them that are `rewritten`.
 
-        `cut`: see `Context`.
+        The others are cuts, by their reason (`Cut`): `cut` are those of the template and of stop texts.
         """
         contexts = [node.context for node in self.nodes]
+        cuts = Counter(context.cut for context in contexts)
         return {
             "continued": sum(context.parent is not None for context in contexts),
             "rewritten": sum(context.rewritten for context in contexts),
-            "cut": sum(context.cut for context in contexts),
+            "cut": cuts["template"] + cuts["stop_text"],
+            "thinking_dropped": cuts["thinking_dropped"],
+            "thinking_edited": cuts["thinking_edited"],
         }
 
     def chat(self, messages: Sequence[Message], options: TemplateOptions, read: Reader) -> Context:
         """The context of the answer to `messages`. Raises `CheckpointError` where the template cannot write them."""
-        given, closing = tuple(messages), self.template.closing(options)
-        meant = self._deepest(given)
-        node = meant
-        while node is not None:
-            text = self.template.render(_with_answers(given, node), options)
-            if text.startswith(node.context.text):
-                boundary = find_boundary(node.answer, text[len(node.context.text) :], closing, read)
-                if boundary is not None:
-                    added = self.template.encode(boundary.rest)
-                    return Context(node, given, text, added, rewritten=boundary.rewritten, cut=node is not meant)
-            node = node.parent
-        text = self.template.render(given, options)
-        return Context(None, given, text, self.template.encode(text), cut=meant is not None)
+        history, closing = tuple(messages), self.template.closing(options)
+        deepest = self._deepest(history)
+        for node in deepest.path()[::-1] if deepest is not None else ():
+            text, boundary = self._continued(node, _with_answers(history, node), options, closing, read)
+            if boundary is not None:
+                added = self.template.encode(boundary.rest)
+                cut = self._cut(deepest, history, options, closing, read) if node is not deepest else ""
+                return Context(node, history, text, added, rewritten=boundary.rewritten, cut=cut)
+        text = self.template.render(history, options)
+        cut = self._cut(deepest, history, options, closing, read)
+        return Context(None, history, text, self.template.encode(text), cut=cut)
+
+    def _cut(
+        self,
+        deepest: Node | None,
+        messages: Sequence[Message],
+        options: TemplateOptions,
+        closing: str | None,
+        read: Reader,
+    ) -> Cut:
+        """Why `messages` do not continue the ids of `deepest`: its thinking, if they would continue them with it."""
+        if deepest is None:
+            return ""
+        _, boundary = self._continued(deepest, _with_answers(messages, deepest, thinking=True), options, closing, read)
+        return "template" if boundary is None else _lost_thinking(messages, deepest)
+
+    def _continued(
+        self, node: Node, messages: Sequence[Message], options: TemplateOptions, closing: str | None, read: Reader
+    ) -> tuple[str, TurnBoundary | None]:
+        """The text of `messages`, and where the answer of `node` ends in it; None where the text does not have it."""
+        text = self.template.render(messages, options)
+        if not text.startswith(node.context.text):
+            return text, None
+        return text, find_boundary(node.answer, text[len(node.context.text) :], closing, read)
 
     def completion(self, prompt: str) -> Context:
         """The context of the completion of `prompt`, which may begin with an earlier prompt and its completion."""
@@ -133,7 +167,7 @@ class SessionTree:
         # Text behind a stop text was sampled, and the client never saw it.
         found = [one for one in begun if not one[3].answer.overruns or prompt.startswith(one[3].answer.end, one[0])]
         if not found:
-            return Context(None, None, prompt, self.template.encode_prompt(prompt), cut=bool(begun))
+            return Context(None, None, prompt, self.template.encode_prompt(prompt), cut="stop_text" if begun else "")
         length, _, _, node = max(found, key=lambda item: item[:3])
         longest = max(one[0] for one in begun)
         rest = prompt[length:]
@@ -144,12 +178,12 @@ class SessionTree:
             prompt,
             self.template.encode(rest.removeprefix(node.answer.end)),
             rewritten=rewritten,
-            cut=length < longest,
+            cut="stop_text" if length < longest else "",
         )
 
-    def add(self, context: Context, turn: SampledTurn, answer: TextAnswer) -> Node:
+    def add(self, context: Context, turn: SampledTurn, answer: TextAnswer, dialect: str = "") -> Node:
         """The engine's answer to `context`."""
-        node = Node(context, turn, answer)
+        node = Node(context, turn, answer, dialect)
         if context.parent is not None:
             context.parent.children += 1
         self.nodes.append(node)
@@ -160,16 +194,16 @@ class SessionTree:
         return [node for node in self.nodes if not node.children]
 
     def _deepest(self, messages: tuple[Message, ...]) -> Node | None:
-        """The node with the longest conversation that `messages` begin with.
+        """The node with the longest conversation that `messages` begin with, whatever thinking they have.
 
-        Among equal ones it is the newest that nothing continues yet.
+        Among equal ones it is one whose thinking they have, then the newest that nothing continues yet.
         """
-        found = [
-            (len(node.context.messages), -node.children, number, node)
+        candidates = [
+            (len(node.context.messages), _num_alike(messages, node), -node.children, number, node)
             for number, node in enumerate(self.nodes)
             if node.context.messages is not None and _begins_with(messages, node.context.messages, node.answer)
         ]
-        return max(found, key=lambda item: item[:3])[3] if found else None
+        return max(candidates, key=lambda item: item[:4])[4] if candidates else None
 
 
 def conversation_of(
@@ -199,26 +233,43 @@ def _shown(node: Node) -> str:
     return node.context.text + (node.answer.body or node.answer.stop or node.answer.end)
 
 
-def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: TextAnswer) -> bool:
-    place = len(said)
+def _begins_with(messages: tuple[Message, ...], before: tuple[Message, ...], answer: TextAnswer) -> bool:
     return (
-        len(messages) > place
+        len(messages) > len(before)
         and answer.message is not None
-        and returned(answer.message, messages[place])
-        and all(same(one, other) or _either_answer(one, other) for one, other in zip(said, messages, strict=False))
+        and alike(answer.message, messages[len(before)])
+        and all(map(alike, before, messages))
     )
 
 
-def _either_answer(one: Message, other: Message) -> bool:
-    """True for an answer with its reasoning and without it."""
-    return one["role"] == "assistant" and (returned(one, other) or returned(other, one))
-
-
-def _with_answers(messages: tuple[Message, ...], leaf: Node) -> list[Message]:
-    """`messages` with the answers of the branch whole, also where the client sent them back without their reasoning."""
-    whole = list(messages)
+def _answers(leaf: Node) -> Iterator[tuple[int, Message]]:
+    """The answers of a branch, with their places in its conversation."""
     for node in leaf.path():
         assert node.context.messages is not None, "only chats are matched"
         assert node.answer.message is not None, "only chats are matched"
-        whole[len(node.context.messages)] = node.answer.message
+        yield len(node.context.messages), node.answer.message
+
+
+def _num_alike(messages: Sequence[Message], leaf: Node) -> int:
+    """Answers of a branch that `messages` have with their thinking."""
+    return sum(same_reasoning(answer, messages[place]) for place, answer in _answers(leaf))
+
+
+def _with_answers(messages: Sequence[Message], leaf: Node, *, thinking: bool = False) -> list[Message]:
+    """`messages` with the answers of the branch as the policy gave them, where their thinking is the same.
+
+    `thinking`: everywhere.
+    """
+    whole = list(messages)
+    for place, answer in _answers(leaf):
+        if thinking or same_reasoning(answer, messages[place]):
+            whole[place] = answer
     return whole
+
+
+def _lost_thinking(messages: Sequence[Message], leaf: Node) -> Cut:
+    """The first difference between the thinking in `messages` and that of the branch."""
+    for place, answer in _answers(leaf):
+        if not same_reasoning(answer, messages[place]):
+            return "thinking_edited" if "reasoning_content" in messages[place] else "thinking_dropped"
+    return "template"

@@ -19,6 +19,7 @@ from moe_trm.config.schema import (
     ReplayConfig,
     RolloutConfig,
     SyncConfig,
+    TaskConfig,
 )
 from moe_trm.errors import MoeTrmError
 from moe_trm.observe.advice.remedies import changes
@@ -124,7 +125,7 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
         yield from without_weights(config, world_size)
     yield attempt("tokenizer", lambda: _tokenizer(config.model))
     yield from known_difference(config.rollout, config.model.checkpoint)
-    yield from chat_template(config.rollout, config.model, config.agent)
+    yield from chat_template(config.rollout, config.model, config.agent, config.task)
     yield from attached(config.rollout, config.model.checkpoint)
 
 
@@ -252,15 +253,15 @@ def _advice(replay: ReplayConfig, correction: CorrectionConfig, finding: Finding
 NAME = "chat template"
 
 
-def chat_template(rollout: RolloutConfig, model: ModelConfig, agent: AgentConfig) -> Iterator[Check]:
+def chat_template(rollout: RolloutConfig, model: ModelConfig, agent: AgentConfig, task: TaskConfig) -> Iterator[Check]:
     """The check of a run with an agent; none elsewhere."""
     if rollout.agent is not None:
-        yield attempt(NAME, lambda: look(model, agent))
+        yield attempt(NAME, lambda: look(model, agent, task))
 
 
-def look(model: ModelConfig, agent: AgentConfig) -> Check:
+def look(model: ModelConfig, agent: AgentConfig, task: TaskConfig) -> Check:
     """Each situation in which ids go on, and each in which a branch is cut. Raises `CheckpointError`."""
-    tokens = Tokens(model.checkpoint)
+    tokens = Tokens(model.checkpoint, task.chat_template_kwargs)
     if not tokens.has_chat_template:
         return Check(NAME, "skip", "the tokenizer has none; completions go on behind the sampled ids without it")
     thinks = agent.reasoning_parser is not None

@@ -14,6 +14,7 @@ from moe_trm.models.tiny.checkpoint import EOS, character_tokenizer, save, tiny_
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.examples import Fields, read_examples
 from moe_trm.tasks.gsm8k import read_gsm8k
+from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rows import read_rows
 from moe_trm.tasks.tokens import Tokens
 from tests.unit.conftest import SMALL
@@ -157,6 +158,36 @@ def test_what_follows_an_answer_is_written_as_the_template_does(chat: Path) -> N
     assert (*tokens.encode_plain("[user]2+2;[assistant]6*7"), *cut) == whole
     with pytest.raises(CheckpointError, match="no narrators"):
         tokens.encode_continuation([{"role": "narrator", "content": "x"}], EOS)
+
+
+def test_variables_of_the_template_reach_every_conversation_and_others_are_refused(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% set quiet = not think %}" + TEMPLATE + "{% if quiet %}()" + "{% endif %}{% generation %}{% endgeneration %}"
+    )
+    save(tiny_model(0, SMALL), tokenizer, tmp_path)
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": MESSAGES, "answer": "4"})
+
+    def task(**variables: bool | str) -> Task:
+        config = TaskConfig(name="jsonl", prompts=source, chat_template_kwargs=variables)
+        return build_task(config, str(tmp_path), seed=0)
+
+    quiet, loud = (task(think=think).train_prompts(1, 1)[0].text for think in (False, True))
+    assert quiet == f"{loud}()"
+    tokens = task(think=True).tokens
+    talk = [{"role": "user", "content": "x"}]
+    assert tokens.render(talk, variables={"think": False}) == f"{tokens.render(talk)}()", "a request comes first"
+    for name in ("enable_thinking", "quiet", "messages"):
+        with pytest.raises(CheckpointError, match="no such variable") as caught:
+            task(**{name: True})
+        assert (caught.value.got, caught.value.expected) == (name, "one of think")
+
+
+def test_variables_without_a_template_are_refused(tmp_path: Path, checkpoint: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"})
+    config = TaskConfig(name="jsonl", prompts=source, chat_template_kwargs={"think": True})
+    with pytest.raises(CheckpointError, match="no chat template"):
+        build_task(config, str(checkpoint), seed=0)
 
 
 def test_a_template_that_hides_answers_is_refused(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch.train_rows import train_rows
-from moe_trm.observe.report.session_tree import leaves, places, session_tree, tree_lines, words
+from moe_trm.observe.report.session_tree import CUTS, leaves, places, session_tree, tree_lines, words
 from moe_trm.observe.transcripts import Transcripts
+from moe_trm.rollout.agents.tree import Cut
 from moe_trm.types import RolloutRecord, SessionTurn
 from tests.unit.observe.made_transcripts import Letters, judged
 from tests.unit.observe.report.page_reader import PageReader
@@ -93,14 +95,36 @@ def test_the_drawing_of_a_session_by_hand() -> None:
     assert [group["class"] for group in drawn.groups] == ["out"] * 5 + ["own"]
     assert drawn.titles[0] == "prompt"
     assert drawn.titles[1] == "answer 0: 2 tokens behind 2 given ones, not trained (not_chosen)"
-    assert drawn.titles[6] == "answer 5: 4 tokens behind 2 given ones, row 0, cut"
+    assert drawn.titles[6] == (
+        "answer 5: 4 tokens behind 2 given ones, row 0, another branch from the prompt, "
+        "cut (the chat template changes earlier text)"
+    )
     assert tree_lines(sample.session, 0)[2:] == [
         "    - answer 2: 4 tokens behind 2 given ones, not trained (not_chosen)",
-        "  - answer 3: 2 tokens behind 2 given ones, not trained (not_chosen)",
-        "    - answer 4: 3 tokens behind 2 given ones, not trained (not_chosen)",
-        "* answer 5: 4 tokens behind 2 given ones, row 0, cut",
+        "  - answer 3: 2 tokens behind 2 given ones, not trained (not_chosen), another branch behind answer 0",
+        "    - answer 4: 3 tokens behind 2 given ones, not trained (not_chosen), another branch behind answer 1",
+        f"* {drawn.titles[6]}",
     ]
-    assert words(SessionTurn(-1, 3, 4, reason="version_span")).endswith("not trained (version_span)")
+    assert words([SessionTurn(-1, 3, 4, reason="version_span")], 0).endswith("not trained (version_span)")
+
+
+def test_the_interface_and_the_reason_of_a_cut_are_shown() -> None:
+    turns = [
+        SessionTurn(-1, 3, 4, 0, dialect="messages"),
+        SessionTurn(-1, 5, 2, 1, cut=True, cut_by="thinking_dropped", dialect="messages"),
+        SessionTurn(1, 5, 2, 1, dialect="chat"),
+        SessionTurn(2, 5, 2, 1, cut=True),
+    ]
+    drawing = session_tree(turns, 1, 1.0)
+    drawn = Drawn(drawing)
+    assert [group["data-dialect"] for group in drawn.groups] == ["messages", "messages", "chat", ""]
+    assert "Session of 4 answers in 2 branches over messages and chat" in drawing
+    assert words(turns, 1) == (
+        "2 tokens behind 5 given ones, row 1, another branch from the prompt, cut (the client left thinking out), "
+        "over messages"
+    )
+    assert words(turns, 3).endswith("row 1, cut")
+    assert CUTS.keys() == {*get_args(Cut)} - {""}
 
 
 def test_one_answer_needs_no_drawing() -> None:

@@ -32,7 +32,9 @@ def tree_of(
     tree = SessionTree(ChatTemplate(tokens_of("chatml")))
     for number, parent in enumerate(parents):
         before = tree.nodes[parent] if parent >= 0 else None
-        context = Context(before, None, "", tuple(range(100 * number, 100 * number + ADDED)), cut=number in cut)
+        context = Context(
+            before, None, "", tuple(range(100 * number, 100 * number + ADDED)), cut="template" if number in cut else ""
+        )
         said = [100 * number + 10 + place for place in range(size_of(number))]
         turn = turn_of(context.token_ids, said, start=context.known_rows, version=number if stale else 0)
         tree.add(context, replace(turn, recomputed=1) if number in bad else turn, TextAnswer(None, "", ""))

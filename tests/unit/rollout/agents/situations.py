@@ -99,5 +99,5 @@ def _verdict(name: str, said: str | None, role: str) -> str:
     answered = {"tool_call_id": "call0"} if role == "tool" else {}
     talk.history.append({"role": role, "content": "go on", **answered})
     context = talk.context()
-    assert (context.parent is None) is context.cut
+    assert (context.parent is None) is bool(context.cut)
     return "cut" if context.cut else "continued"

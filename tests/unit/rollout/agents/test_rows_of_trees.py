@@ -170,7 +170,7 @@ def test_rows_of_real_conversations(name: str, rng: random.Random, turns: int, h
     assert found.left_out == 0
     for row in found.sample.rows:
         check_row(row, talk.tree)
-    assert [turn.cut for turn in found.sample.session] == [context.cut for context in talk.contexts]
+    assert [turn.cut_by for turn in found.sample.session] == [context.cut for context in talk.contexts]
 
 
 def test_the_reward_reads_the_whole_last_branch_whatever_the_rows_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +163,6 @@ def test_a_parser_may_want_the_token_that_ends_a_call() -> None:
             await client.close()
         assert (last.tool_calls, last.content) == (None, "It is 2.")
         # The template writes the call in its own form, which is read with its end, too.
-        assert session.tree.counts == {"continued": 1, "rewritten": 1, "cut": 0}
+        assert +Counter(session.tree.counts) == {"continued": 1, "rewritten": 1}
 
     run(talk, SpeakingEngine(speaker("I call add", "It is 2.")))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 from collections.abc import Sequence
-from typing import Any
 
 import aiohttp
 import pytest
@@ -19,7 +16,7 @@ from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.types import SampledTurn, SamplingParams
 from tests.unit.rollout.agents.http_client import Refusal
 from tests.unit.rollout.agents.made_sessions import rows_of
-from tests.unit.rollout.agents.served import LIMIT, PARAMS, TOOL, Served, run, speaker, user
+from tests.unit.rollout.agents.served import PARAMS, TOOL, Served, run, speaker, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_tree import check_record
 
@@ -154,58 +151,6 @@ def test_an_answer_that_the_parser_cannot_read_costs_the_sample() -> None:
 
     # A call without a name: valid JSON, and no call.
     run(talk, SpeakingEngine(speaker('<tool_call>{"arguments": {}}</tool_call>')))
-
-
-def test_malformed_requests_are_answered_and_touch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage, mutated requests, wrong types, deep nesting, bodies that are too long, other paths and methods."""
-    monkeypatch.setattr(live_session, "MAX_REFUSED", 10_000)
-    rng = random.Random(0)
-    good = json.dumps({"model": "policy", "messages": [user("hi")], "stream": False, "max_tokens": 5}).encode()
-    odd: list[Any] = [None, -1, 1.5, "x", [], {}, [[]] * 9, {"a": {}}, True, [None], "\x00", 1 << 70]
-
-    def body(number: int) -> bytes:
-        match number % 5:
-            case 0:
-                return rng.randbytes(rng.randrange(200))
-            case 1:
-                mutated = bytearray(good)
-                for _ in range(rng.randrange(1, 6)):
-                    mutated[rng.randrange(len(mutated))] = rng.randrange(256)
-                return bytes(mutated)
-            case 2:
-                names = ("messages", "tools", "stop", "stream_options", "logprobs", "tool_choice", "temperature")
-                wrong = {name: rng.choice(odd) for name in rng.sample(names, 3)}
-                return json.dumps({"model": "policy", "messages": [user("hi")]} | wrong).encode()
-            case 3:
-                return b'{"messages":' + b"[" * rng.randrange(10, 9000)
-            case _:
-                return b" " * (LIMIT + 1)
-
-    async def talk(served: Served) -> None:
-        other = LiveSession(served.session._policy, PARAMS, bare=False)
-        served.server.open(other)
-        statuses = set()
-        headers = {"Authorization": f"Bearer {served.address.api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as session:
-            for number in range(300):
-                path = rng.choice(["chat/completions", "chat/completions", "completions"])
-                async with session.post(f"{served.address.base_url}/{path}", data=body(number)) as response:
-                    answer = await response.json()
-                    statuses.add(response.status)
-                    assert response.status == 200 or answer["error"]["message"]
-            for path, status in (("embeddings", 404), ("chat/completions", 405), ("../../x", 404)):
-                async with session.get(f"{served.address.base_url}/{path}") as response:
-                    assert response.status == status
-                    assert (await response.json())["error"]["type"]
-        assert statuses <= {200, 400, 404, 413}
-        assert {400, 413} <= statuses
-        assert not served.session.failure.done()
-        assert not other.tree.nodes
-        answer = await served.say(user("still there?"))
-        assert answer.choices[0].message.content == "hello"
-        check_record(served.session.tree.nodes[-1])
-
-    run(talk, SpeakingEngine(speaker("hello")), Limits(1000, 2000))
 
 
 def test_a_repeated_call_begins_with_nothing_said() -> None:

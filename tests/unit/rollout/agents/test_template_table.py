@@ -45,14 +45,14 @@ def test_gpt_oss_keeps_its_thoughts_until_the_final_answer() -> None:
     talk.answer(words.thought + words.call, ends=True)
     talk.history.append({"role": "tool", "content": "2"})
     made = talk.context()
-    assert (made.rewritten, made.cut) == (True, False)
+    assert (made.rewritten, made.cut) == (True, "")
     text = talk.tokens.decode_all(made.token_ids)
     behind = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
     assert text.endswith(f"{words.thought}{words.call}<|call|>{behind}")
     talk.answer(words.plain, ends=True)
     talk.history.append({"role": "user", "content": "Sure?"})
     made = talk.context()
-    assert (made.parent, made.cut) == (None, True)
+    assert (made.parent, made.cut) == (None, "template")
     assert "analysis<|message|>so" not in made.text
     assert "an answer<|end|>" in made.text
     for leaf in talk.tree.leaves():

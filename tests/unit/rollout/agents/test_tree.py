@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_trm.rollout.agents.messages import BadMessageError, plain, returned, same
+from moe_trm.rollout.agents.messages import BadMessageError, Message, alike, plain, same_reasoning
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from moe_trm.rollout.agents.tree import Node, SessionTree, conversation_of
@@ -73,7 +74,7 @@ def test_thinking_stays_while_tools_work_for_one_question_and_is_cut_after_it() 
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     talk.history.append({"role": "tool", "content": "2"})
     talk.answer("<think>\nI see\n</think>\n\nIt is 2.", ends=True)
-    assert talk.tree.counts == {"continued": 1, "rewritten": 1, "cut": 0}
+    assert +Counter(talk.tree.counts) == {"continued": 1, "rewritten": 1}
     talk.history.append({"role": "user", "content": "Sure?"})
     talk.answer("Yes.", ends=True)
     assert talk.tree.counts["cut"] == 1
@@ -102,15 +103,56 @@ def test_an_edited_history_begins_a_branch_at_the_longest_prefix() -> None:
     assert talk.context().parent is None
 
 
-def test_reasoning_that_the_client_does_not_send_back_is_still_there() -> None:
+CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"), [("\nhm\n", ""), (None, "thinking_dropped"), ("\nhmm\n", "thinking_edited")]
+)
+def test_thinking_that_comes_back_otherwise_begins_a_branch_with_the_ids_of_what_was_sent(
+    sent: str | None, reason: str
+) -> None:
     talk = Talk("chatml", random.Random(3), edits=0.0)
     talk.history.append({"role": "user", "content": "1 + 1?"})
-    talk.answer('<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', ends=True)
-    assert talk.history[-1].pop("reasoning_content")
+    talk.answer(CALL, ends=True)
+    assert talk.history[-1].pop("reasoning_content") == "\nhm\n"
+    if sent is not None:
+        talk.history[-1]["reasoning_content"] = sent
     talk.history.append({"role": "tool", "content": "2"})
     made = talk.context()
-    assert made.parent is talk.tree.nodes[0]
-    assert "hm" in talk.tokens.decode_all(made.token_ids)
+    assert made.cut == reason
+    assert made.parent is (None if reason else talk.tree.nodes[0])
+    text = talk.tokens.decode_all(made.token_ids)
+    assert [word in text for word in ("hm", "hmm")] == [sent is not None, reason == "thinking_edited"]
+    if reason:
+        assert made.token_ids == talk.tokens.encode_plain(made.text)
+    talk.answer("It is 2.", ends=True)
+    assert +Counter(talk.tree.counts) == ({reason: 1} if reason else {"continued": 1, "rewritten": 1})
+
+
+def test_thinking_that_the_template_leaves_out_may_be_left_out() -> None:
+    """Behind the user's next message the text has no earlier thinking, whatever the client sends."""
+    talk = Talk("chatml", random.Random(3), edits=0.0)
+    talk.history.append({"role": "user", "content": "1 + 1?"})
+    talk.answer("<think>\nI see\n</think>\n\nIt is 2.", ends=True)
+    talk.history.append({"role": "user", "content": "Sure?"})
+    del talk.history[1]["reasoning_content"]
+    assert talk.context().cut == "template"
+    talk.answer(CALL, ends=True)
+    talk.history[1]["reasoning_content"] = "something else"
+    talk.history.append({"role": "tool", "content": "2"})
+    assert (talk.context().parent, talk.context().cut) == (talk.tree.nodes[1], "")
+
+
+def test_of_two_answers_that_differ_in_thinking_alone_the_right_one_goes_on() -> None:
+    talk = Talk("chatml", random.Random(3), edits=0.0)
+    talk.history.append({"role": "user", "content": "1 + 1?"})
+    for thought in ("a", "b"):
+        talk.answer(CALL.replace("hm", thought), ends=True)
+        sent: Message = talk.history.pop()
+    for node, thought in zip(talk.tree.nodes, ("\na\n", "\nb\n"), strict=True):
+        talk.history[1:] = [sent | {"reasoning_content": thought}, {"role": "tool", "content": "2"}]
+        assert talk.context().parent is node
 
 
 @pytest.mark.parametrize(
@@ -158,7 +200,7 @@ def test_a_completion_goes_on_behind_the_sampled_ids() -> None:
     assert further.parent is node
     assert tokens.decode_all(further.added) == "\nQuestion: 2"
     tree.add(further, turn_of(further.token_ids, sampled), TextAnswer(None, " two", "<eos>"))
-    assert tree.counts == {"continued": 1, "rewritten": 0, "cut": 0}
+    assert +Counter(tree.counts) == {"continued": 1}
     assert tree.completion("Question: 2").parent is None
     # A chat never continues a completion.
     assert (
@@ -183,12 +225,13 @@ def test_messages_are_compared_by_what_they_say() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1, "b":"x"}'}}
     answer = plain({"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "so"})
     again = {"id": "2", "function": {"name": "f", "arguments": '{"b": "x", "a": 1}'}}
-    assert returned(answer, plain({"role": "assistant", "tool_calls": [again]}))
-    assert not same(answer, plain({"role": "assistant", "tool_calls": [again]}))
+    sent_back = plain({"role": "assistant", "tool_calls": [again]})
+    assert alike(answer, sent_back)
+    assert not same_reasoning(answer, sent_back)
     other = {"function": {"name": "f", "arguments": "{}"}}
-    assert not returned(answer, plain({"role": "assistant", "tool_calls": [other]}))
+    assert not alike(answer, plain({"role": "assistant", "tool_calls": [other]}))
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert same(plain({"role": "user", "content": parts}), plain({"role": "user", "content": "ab"}))
+    assert alike(plain({"role": "user", "content": parts}), plain({"role": "user", "content": "ab"}))
 
 
 @pytest.mark.parametrize(

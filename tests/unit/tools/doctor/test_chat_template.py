@@ -20,7 +20,7 @@ def check(folder: Path, name: str | None, **sections: object) -> list[Check]:
     size = len(made) + 1
     (folder / "config.json").write_text(json.dumps({"vocab_size": size, "eos_token_id": 2}))
     config = Config.model_validate({"model": {"checkpoint": str(folder)}, **sections})
-    return list(chat_template(config.rollout, config.model, config.agent))
+    return list(chat_template(config.rollout, config.model, config.agent, config.task))
 
 
 AGENT = {"rollout": {"agent": "a.py:run"}}
