@@ -168,7 +168,7 @@ def test_variables_of_the_template_reach_every_conversation_and_others_are_refus
     save(tiny_model(0, SMALL), tokenizer, tmp_path)
     source = jsonl(tmp_path / "a.jsonl", {"prompt": MESSAGES, "answer": "4"})
 
-    def task(**variables: bool | str) -> Task:
+    def task(**variables: bool | int | float | str) -> Task:
         config = TaskConfig(name="jsonl", prompts=source, chat_template_kwargs=variables)
         return build_task(config, str(tmp_path), seed=0)
 
