@@ -51,6 +51,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "truncation": ("disabled",),
         "background": (False,),
         "mcp_servers": ([],),
+        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     }
 )
 """Fields that would change what is sampled, with the values that do not. Any other value is refused."""
@@ -72,6 +73,7 @@ IGNORED = frozenset(
         "max_tool_calls",
         "cache_control",
         "betas",
+        "client_metadata",
         "inference_geo",
     }
 )

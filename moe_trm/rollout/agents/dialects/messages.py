@@ -26,7 +26,7 @@ from moe_trm.rollout.agents.tree import Node
 from moe_trm.tasks.tokens import Tokens
 
 NAME = "messages"
-FIELDS = frozenset({"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens"})
+FIELDS = frozenset({"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "output_config"})
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -59,8 +59,15 @@ def read(body: object, facts: SessionFacts) -> ChatRequest:
         raise ApiError(400, text, param="messages", code="unsupported_parameter")
     choice = _choice(fields.get("tool_choice", {"type": "auto"}))
     tools = tools_of(_tools(fields.get("tools", [])), choice.pop("type"), reads_calls=facts.reads_calls)
+    fields |= choice
     options = request_options(
-        fields | choice, facts.params, NAME, FIELDS, limits=("max_tokens",), stop="stop_sequences"
+        fields,
+        facts.params,
+        NAME,
+        FIELDS,
+        limits=("max_tokens",),
+        stop="stop_sequences",
+        also_ignored=_output_config(fields.get("output_config", {})),
     )
     return ChatRequest(conversation(made, "messages"), TemplateOptions(tools, variables_of(fields)), options)
 
@@ -68,9 +75,11 @@ def read(body: object, facts: SessionFacts) -> ChatRequest:
 def _chat(message: object) -> Chat:
     """One message as the chat messages that it is."""
     role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(message, Mapping) or role not in ("user", "assistant"):
-        raise ApiError(400, f"the role of a message is user or assistant, not {role!r:.80}", param="messages")
+    if not isinstance(message, Mapping) or role not in ("user", "assistant", "system"):
+        raise ApiError(400, f"the role of a message is user, assistant or system, not {role!r:.80}", param="messages")
     content = message.get("content")
+    if role == "system":
+        return [{"role": "system", "content": _text(content, "the content of a message")}]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
         raise ApiError(400, "the content of a message is a text or a list of blocks", param="messages")
@@ -161,6 +170,14 @@ def _choice(choice: object) -> dict[str, Any]:
     if "disable_parallel_tool_use" in choice:
         made["parallel_tool_calls"] = not boolean(choice, "disable_parallel_tool_use")
     return made
+
+
+def _output_config(config: object) -> tuple[str, ...]:
+    """Names of options of the output that have no effect. Raises `ApiError` for the others, such as a grammar."""
+    if not isinstance(config, Mapping) or config.keys() - {"effort"}:
+        text = "an output_config with more than an effort would sample from another distribution than the policy's"
+        raise ApiError(400, text, param="output_config", code="unsupported_parameter")
+    return ("output_config.effort",) if config else ()
 
 
 def write(node: Node, name: str, request: Request, tokens: Tokens) -> Body:

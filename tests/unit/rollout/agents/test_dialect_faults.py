@@ -206,6 +206,8 @@ def test_what_the_policy_cannot_be_given_is_refused_alike(name: str, change: str
         ("messages", {"messages": [user("?"), {"role": "assistant", "content": "I"}]}),
         ("messages", {"messages": [user([{"type": "redacted_thinking", "data": "x"}])]}),  # type: ignore[arg-type]
         ("messages", {"mcp_servers": [{"type": "url"}]}),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}),
+        ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
         ("responses", {"tools": [{"type": "web_search"}]}),
         ("responses", {"tool_choice": "required"}),
         ("responses", {"text": {"format": {"type": "json_object"}}}),
