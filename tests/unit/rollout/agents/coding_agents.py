@@ -77,7 +77,7 @@ def solve(
         address = server.open(session)
         proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NO_NETWORK)
         environment = environment_of(address.base_url, address.api_key, home) | proxies | {"HOME": str(home)}
-        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "LANG": "C.UTF-8"} | more
+        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "LANG": "C.UTF-8"} | {**more}
         expanded = [part.replace("{base_url}", address.base_url) for part in command]
         try:
             process = await asyncio.create_subprocess_exec(
