@@ -4,11 +4,15 @@ VENV ?= .venv
 DOCS_VENV ?= $(VENV)-docs
 # Beside ours and named after it: that is where runs look for vLLM.
 VLLM_VENV := $(VENV)-vllm
+GPU_VENV := $(VENV)-gpu
 SEEDS ?= 0
 BACKEND ?= megatron
 PYTEST_ARGS ?=
+# pyenv puts a version that is not selected on the path as well, and refuses to run it.
+PYENV := $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12)
+PYTHON_3_12 = $(shell for python in python3.12 $(PYENV); do "$$python" --version >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 # The first Python on the path that this project supports; `make PYTHON=/path/to/python3.12 ...` chooses another.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
+PYTHON ?= $(shell for python in python3.11 $(PYTHON_3_12) python3 python; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo "$$python"; break; }; done)
 
 BIN := $(VENV)/bin
@@ -29,7 +33,7 @@ SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py package
 VLLM_WORKER := $(wildcard packages/vllm_worker/*.* packages/vllm_worker/*/*.py)
 START := runs/quickstart-start/warmup.json
 
-.PHONY: help install .venv vllm-env quickstart quickstart-controls collapse test test-unit test-fast test-mutants test-all lint types docs clean
+.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-fast test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -38,15 +42,17 @@ help: ## list the targets
 install: $(STAMP) ## make the virtual environment with everything the CPU lane needs
 .venv: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/install.py pyproject.toml $(SUPPORT)
+$(STAMP): requirements/cpu.txt requirements/cuda.txt requirements/install.py pyproject.toml $(SUPPORT)
 	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.11, python3.12, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12)) or sys.exit("MoE-TRM needs Python 3.11 or 3.12; $(PYTHON) is " + sys.version.split()[0])'
 	@echo "installing into $(VENV) (about 2 GB, up to a few minutes)"
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python requirements/install.py requirements/cpu.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
-		echo "this torch is a CUDA build: installing its CUDA libraries too (several GB; a CPU wheel index in PIP_EXTRA_INDEX_URL avoids that)"; \
-		$(PIP) --constraint requirements/cpu.txt "$$(grep '^torch==' requirements/cpu.txt)"; }
+		echo "this torch is a CUDA build: adding the CUDA libraries that it loads (2 GB, 3 GB on disk)"; \
+		$(BIN)/python requirements/install.py requirements/cuda.txt; }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))' && \
+		echo "Python 3.11 has Megatron-Core 0.16.1 at most; GPUs and Python 3.12 have 0.19.2 (docs/install.md)" || true
 	@$(PIP) --no-deps --no-build-isolation packages/sglang_cpu
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -58,6 +64,16 @@ $(VLLM_VENV)/installed: requirements/vllm.txt requirements/install.py $(VLLM_WOR
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python requirements/install.py requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation packages/vllm_worker
+	@touch $@
+
+gpu-env: $(GPU_VENV)/installed ## what runs on GPUs, in an environment of its own: Python 3.12, CUDA 13 (10 GB)
+
+$(GPU_VENV)/installed: requirements/gpu.txt requirements/install.py pyproject.toml
+	@test -n "$(PYTHON_3_12)" || { echo "requirements/gpu.txt needs Python 3.12, and there is no python3.12"; exit 1; }
+	@echo "installing into $(GPU_VENV) (about 10 GB, some minutes)"
+	@$(PYTHON_3_12) -m venv --clear $(GPU_VENV)
+	@$(GPU_VENV)/bin/python requirements/install.py requirements/gpu.txt
+	@$(GPU_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(START): | $(STAMP)
@@ -104,5 +120,5 @@ $(DOCS_VENV)/installed: requirements/docs.txt
 	@touch $@
 
 clean: ## remove the virtual environment, caches and build outputs; runs and checkpoints stay
-	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) $(GPU_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

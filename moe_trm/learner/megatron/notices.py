@@ -13,11 +13,12 @@ KNOWN = (
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
     r"`torch\.distributed\.\w+` is deprecated",
+    r"invalid escape sequence",
 )
 """Harmless warnings of Megatron-Core.
 
 They are about replacements for missing GPU libraries, a default of its own configuration, experts that tensor
-parallelism leaves whole, its optimizer's shards, and its collectives.
+parallelism leaves whole, its optimizer's shards, its collectives, and the spelling of a docstring.
 """
 
 

@@ -14,15 +14,16 @@ import psutil
 import torch
 
 from launch.start.checks import Check
+from launch.start.cuda import cuda_problem
 from moe_trm.config.schema import CheckpointConfig, LearnerConfig, RolloutConfig, SyncConfig
 
 TESTED = {
-    "torch": "2.13.0",
-    "megatron-core": "0.16.1",
-    "transformers": "5.19.0",
-    "safetensors": "0.8.0",
+    "torch": ("2.14.1", "2.13.0"),
+    "megatron-core": ("0.19.2", "0.16.1"),
+    "transformers": ("5.19.0",),
+    "safetensors": ("0.8.0",),
 }
-"""Versions that the tests run with, as pinned in requirements/cpu.txt."""
+"""Versions that the tests run with, as pinned in requirements/cpu.txt for Python 3.12 and 3.11."""
 PYTHONS = ((3, 11), (3, 12))
 GIB = 2**30
 BYTES_PER_PUSH = 2
@@ -63,27 +64,27 @@ def _python() -> Check:
 
 def _packages(rollout: RolloutConfig, learner: LearnerConfig) -> Iterator[Check]:
     trainer = "megatron-core" if learner.backend == "megatron" else "deepspeed"
-    wanted = {name: TESTED.get(name) for name in ("torch", "transformers", "safetensors", trainer)}
+    wanted = {name: TESTED.get(name, ()) for name in ("torch", "transformers", "safetensors", trainer)}
     for package in () if rollout.attached else rollout.traits.packages:
         name, _, release = package.partition("==")
-        wanted[name] = release or None
+        wanted[name] = (release,) if release else ()
     for name, tested in sorted(wanted.items()):
         try:
             found = version(name)
         except PackageNotFoundError:
             yield Check(name, "fail", "not installed", f"pip install {name}, or make install")
             continue
-        same = tested is None or found.split("+")[0] == tested
-        yield Check(name, "ok" if same else "warn", found if same else f"{found}; tested with {tested}")
+        same = not tested or found.split("+")[0] in tested
+        yield Check(name, "ok" if same else "warn", found if same else f"{found}; tested with {' and '.join(tested)}")
 
 
 def _devices(rollout: RolloutConfig) -> Check:
-    if not torch.cuda.is_available():
+    if problem := cuda_problem():
         wanted = rollout.server.device == "cuda"
         return Check(
             "devices",
             "fail" if wanted else "ok",
-            f"no CUDA; {os.cpu_count()} cores: the CPU lane",
+            f"{problem}; {os.cpu_count()} cores: the CPU lane",
             "set rollout.server.device=auto" if wanted else "",
         )
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}

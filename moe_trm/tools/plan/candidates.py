@@ -16,8 +16,8 @@ from moe_trm.tools.plan.memory import Load, MemoryKind, deepspeed_memory, megatr
 from moe_trm.tools.plan.parameters import Model
 from moe_trm.tools.plan.speed import bubble, layers_of, micro_batches
 
-PINNED_MEGATRON = "0.16.1"
-"""The Megatron-Core that the rules judge where none is installed."""
+PINNED_MEGATRON = "0.19.2"
+"""The Megatron-Core of GPUs, which the rules judge where none is installed."""
 
 
 @dataclass(frozen=True)
