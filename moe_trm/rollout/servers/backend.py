@@ -119,12 +119,15 @@ class ServerBackend(AnswerFormat):
         labels_runs: its labels of weights name the run (`ownership.label_of`); else they are bare versions.
         alive_path: of a GET that a server's process answers, whatever its engine does.
         health_path: of a GET that succeeds when the engine generates; 503 while it loads.
+        argument_check: a Python program that takes the arguments of `launch` in place of the server's module, and ends
+            with an error where the engine refuses them; empty: none.
     """
 
     traits: ClassVar[EngineTraits]
     labels_runs: ClassVar[bool] = False
     alive_path: ClassVar[str] = "/health"
     health_path: ClassVar[str] = "/health"
+    argument_check: ClassVar[str] = ""
 
     def check(self, served: Served) -> None:
         """Refuse what its servers cannot serve, from config.json alone (`EngineTraits.model_rules`).

@@ -21,6 +21,14 @@ from moe_trm.runtime.patience import patient
 IDLE_S = 60.0
 """Longest wait for a server whose answers have all come to say that it is idle: a health check may still run."""
 
+ARGUMENT_CHECK = """
+import sys
+from sglang.srt.server_args import prepare_server_args
+arguments = prepare_server_args(sys.argv[1:])
+arguments.resolve_once()
+arguments.check_server_args()
+"""
+
 
 class SglangBackend(SglangAnswers, ServerBackend):
     """Stock SGLang servers over HTTP."""
@@ -29,6 +37,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
     alive_path = "/model_info"
     answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
     labels_runs = True
+    argument_check = ARGUMENT_CHECK
     launch = staticmethod(launched)
     client = staticmethod(SglangClient)
     decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)

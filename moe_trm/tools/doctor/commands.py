@@ -10,8 +10,10 @@ from pathlib import Path
 
 from launch.start.checks import Check
 from launch.start.preflight import load_here, smallest_world
+from moe_trm.config import load
 from moe_trm.runtime.private import Scratch
 from moe_trm.tools.doctor.examine import Examination, examine
+from moe_trm.tools.doctor.rehearsal import described
 
 SIGNS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
@@ -21,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every check and figure here")
-    parser.add_argument("--no-probe", action="store_true", help="only what needs no engine (seconds)")
+    parser.add_argument("--no-probe", action="store_true", help="a rehearsal: what needs neither engine nor GPU")
     parser.add_argument(
         "--bisect",
         action="store_true",
@@ -32,14 +34,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing failed, 1 otherwise."""
-    config, _ = load_here(args.config, args.overrides)
-    started = time.perf_counter()
+    started, overrides, absent = time.perf_counter(), [*args.overrides], ""
     with Scratch() as scratch:
+        checkpoint = load(args.config, overrides).model.checkpoint
+        if args.no_probe and (release := described(checkpoint, scratch)):
+            overrides, absent = [*overrides, f"model.checkpoint={release}"], checkpoint
+        config, _ = load_here(args.config, overrides)
         folder = args.keep or scratch
         folder.mkdir(parents=True, exist_ok=True)
         found = examine(
             args.config,
-            args.overrides,
+            overrides,
             config,
             smallest_world(config.learner.parallel),
             folder,
@@ -47,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             probe=not args.no_probe,
             bisecting=args.bisect,
             kept=args.keep is not None,
+            absent=absent,
         )
     if found.advice:
         print("\nrecommended:\n" + "\n".join(f"  {line}" for line in found.advice))

@@ -25,6 +25,7 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.observe.advice.remedies import changes
 from moe_trm.rollout.agents.continuity import cut, situations
 from moe_trm.rollout.agents.template import ChatTemplate
+from moe_trm.rollout.servers.backend import Served
 from moe_trm.run_folder.run import Row
 from moe_trm.step.objective import Objective
 from moe_trm.step.probe.pooled import PooledTokens, pooled
@@ -32,7 +33,9 @@ from moe_trm.tasks.tokens import Tokens
 from moe_trm.tools.doctor.causes import Finding, find_cause
 from moe_trm.tools.doctor.environment import environment
 from moe_trm.tools.doctor.probe import Probed, ProbeFailed, zero_update
+from moe_trm.tools.doctor.rehearsal import MEMORY, memory, rehearsal, without_gpu
 from moe_trm.tools.doctor.served import attached, known_difference
+from moe_trm.tools.plan.needs import needs
 
 HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "quantization": "ok", "routing": "warn"}
 """Causes that a run may be started with; all others make its results wrong."""
@@ -64,11 +67,13 @@ def examine(
     probe: bool = True,
     bisecting: bool = False,
     kept: bool = True,
+    absent: str = "",
 ) -> Examination:
     """Examine everything; each check is told as soon as it is made.
 
     The probe runs in `folder`, and only when nothing failed before it. `bisecting`: `bisect` in its place.
-    `kept`: the folder is there afterwards.
+    `kept`: the folder is there afterwards. `absent`: the checkpoint that is not on this machine, where `config` has the
+    published description of its model in its place.
     """
     found = Examination()
 
@@ -76,8 +81,12 @@ def examine(
         found.checks.append(check)
         tell(check)
 
-    for check in _before(config, world_size):
+    for check in _before(config, world_size, absent):
         add(check)
+    if not probe:
+        for check in rehearsal(Served.of(config), config.learner, world_size, folder, absent=bool(absent)):
+            add(check)
+        add(attempt(MEMORY, lambda: memory(needs(config, world_size, fused=without_gpu()))))
     if not probe or not found.healthy:
         add(
             Check(
@@ -110,7 +119,7 @@ def examine(
     return found
 
 
-def _before(config: Config, world_size: int) -> Iterator[Check]:
+def _before(config: Config, world_size: int, absent: str) -> Iterator[Check]:
     folder, keeps = config.model.checkpoint, config.checkpoint
     yield from environment(folder, config.rollout, config.learner, config.sync, keeps, config.run_dir)
 
@@ -122,7 +131,9 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
     if has_weights(config.model.checkpoint):
         yield attempt("checkpoint, layout, corrections, loss", launch)
     else:
-        yield from without_weights(config, world_size)
+        yield from without_weights(config, world_size, absent)
+    if absent:
+        return
     yield attempt("tokenizer", lambda: _tokenizer(config.model))
     yield from known_difference(config.rollout, config.model.checkpoint)
     yield from chat_template(config.rollout, config.model, config.agent, config.task)
@@ -135,8 +146,11 @@ def has_weights(checkpoint: str) -> bool:
     return not (folder / "config.json").is_file() or any(folder.glob("*.safetensors"))
 
 
-def without_weights(config: Config, world_size: int) -> Iterator[Check]:
-    """The judgement of config.json alone: can this learner train this model in this layout, and the mathematics."""
+def without_weights(config: Config, world_size: int, absent: str = "") -> Iterator[Check]:
+    """The judgement of config.json alone: can this learner train this model in this layout, and the mathematics.
+
+    `absent`: see `examine`.
+    """
 
     def layout() -> str:
         hf_config = check_model_and_layout(config, world_size)
@@ -144,6 +158,11 @@ def without_weights(config: Config, world_size: int) -> Iterator[Check]:
         return f"{hf_config['architectures'][0]} accepted for {_ranks(world_size)}"
 
     yield attempt("layout", layout)
+    if absent:
+        release = Path(config.model.checkpoint).name
+        says = f"{absent} is not on this machine: judged by the published config.json, {release}"
+        yield Check("weights", "skip", says)
+        return
     fix = "copy the checkpoint's safetensors and tokenizer there before the run"
     yield Check("weights", "fail", f"{config.model.checkpoint} has config.json and no safetensors", fix)
 
