@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
 
 from moe_trm.config.schema import SyncConfig
+from moe_trm.errors import ConfigError
+
+if TYPE_CHECKING:  # the launcher imports no torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -27,10 +34,39 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
-        """From torchrun's environment. The address is the one this machine reaches the first rank's machine from."""
+        """From torchrun's environment. The address is the one this machine reaches the first rank's machine from.
+
+        To itself a machine may be at loopback by its own name, as Debian writes it in /etc/hosts; see `seen_by_others`.
+        """
         if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
             return cls(alone=True, address="127.0.0.1")
         return cls(alone=False, address=_address_towards(os.environ["MASTER_ADDR"]))
+
+    def seen_by_others(self, store: Store) -> Host:
+        """This machine with the address at which the other machines reach it. `store` is that of all ranks."""
+        if self.alone:
+            return self
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        if local_rank == 0:
+            store.set(f"address-{rank}", self.address)
+        if not ip_address(self.address).is_loopback:
+            return self
+        # The ranks of a machine have numbers in a row: this is the first one of the next machine.
+        next_rank = (rank - local_rank + int(os.environ["LOCAL_WORLD_SIZE"])) % int(os.environ["WORLD_SIZE"])
+        return replace(self, address=_address_towards(store.get(f"address-{next_rank}").decode()))
+
+    @property
+    def interface(self) -> str:
+        """Name of the network interface with this address. Raises `ConfigError` where none has it."""
+        for name, addresses in psutil.net_if_addrs().items():
+            if self.address in (entry.address.split("%")[0] for entry in addresses):
+                return str(name)
+        raise ConfigError(
+            "no network interface has the address of this machine",
+            got=self.address,
+            expected=sorted(psutil.net_if_addrs()),
+            fix="Name the interface towards the other machines in GLOO_SOCKET_IFNAME.",
+        )
 
 
 def push_place(sync: SyncConfig, run_dir: Path, *, alone: bool) -> Path:

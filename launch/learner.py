@@ -42,6 +42,7 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.run_folder.history import ALL_DONE, begin, is_done, only_trainer
 from moe_trm.run_folder.run import CHOICES
 from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
+from moe_trm.runtime.gloo import INTERFACE as GLOO_INTERFACE
 from moe_trm.runtime.interruption import Interruption, Stopped
 from moe_trm.runtime.private import Scratch, write_private
 from moe_trm.step.fixed_texts import FixedTexts
@@ -134,6 +135,9 @@ def run(
 
     host = Host.here()
     store, rank, world_size = meet(host, file)
+    host = host.seen_by_others(store)
+    if GLOO_INTERFACE not in os.environ:  # by itself gloo takes the address of the hostname, which others may not reach
+        os.environ[GLOO_INTERFACE] = host.interface
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
