@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -16,8 +17,9 @@ from typing import Any
 
 import msgspec
 from zmq import Socket, curve_keypair
-from zmq.constants import SocketOption, SocketType
+from zmq.constants import Event, SocketOption, SocketType
 from zmq.sugar.context import Context
+from zmq.utils.monitor import recv_monitor_message
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
@@ -27,6 +29,7 @@ from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
 from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
+from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import Scratch, append_private
 from moe_trm.runtime.python import run_module
 from moe_trm.sync.manifest import Meeting, ScoredText, TensorEntry
@@ -37,6 +40,31 @@ GRACE_S = 30.0
 ASK_AGAIN_S = 20.0
 """Time without an answer after which a request is sent again. Where it is still worked on, that does nothing."""
 _POLL_MS = 500
+FIRST_CONTACT_S, LOST_S = 1800.0, 8.0
+"""Longest time until a controller that is being started takes connections (it reads the prompts first), and longest
+without one afterwards. A loaded machine gets more."""
+
+
+class Connection:
+    """Whether a socket has a connection, by the events of its monitor. Make it before the socket connects."""
+
+    def __init__(self, socket: Socket[bytes]) -> None:
+        self._monitor: Socket[bytes] = socket.get_monitor_socket(Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED)
+        self._socket, self._apart_since, self._limit_s = socket, time.monotonic(), FIRST_CONTACT_S
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds without a connection beyond what is usual; 0 while there is one, or may soon be."""
+        while self._monitor.poll(0):
+            made = recv_monitor_message(self._monitor)["event"] == Event.HANDSHAKE_SUCCEEDED
+            self._apart_since, self._limit_s = math.inf if made else time.monotonic(), LOST_S
+        apart_s = time.monotonic() - self._apart_since
+        return apart_s if apart_s > patient(self._limit_s) else 0.0
+
+    def close(self) -> None:
+        """End the watch, before the socket is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close()
 
 
 class ControllerProcess:
@@ -144,11 +172,13 @@ class RolloutClient:
         self._number, self._asked, self._since = 0, list[bytes | memoryview](), 0.0
         self.proves_tensors = True
         """False once a push said that every one has to be proved by use."""
+        self._endpoint = endpoint
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         # Its name stays when its connection is lost, so that the answer finds it.
         self._socket.setsockopt(SocketOption.ROUTING_ID, secrets.token_hex(16).encode())
         keep_alive(self._socket)
+        self._connection = Connection(self._socket)
         if public_key:
             own_public_key, own_secret_key = curve_keypair()
             self._socket.setsockopt(SocketOption.CURVE_PUBLICKEY, own_public_key)
@@ -211,6 +241,7 @@ class RolloutClient:
             if kind is None:
                 self._ask("stop")
             self._process.wait(30.0 if kind is None else 0.0)
+        self._connection.close()
         self._socket.close()
 
     def _ask(self, op: str, **fields: object) -> ControllerReply:
@@ -255,10 +286,18 @@ class RolloutClient:
         return reply
 
     def _next(self) -> ControllerReply | None:
-        """The next answer; None when there is none for a while. Raises `ControllerError` when the controller ended."""
+        """The next answer; None when there is none for a while. Raises `ControllerError` when there will be none."""
         if not self._socket.poll(_POLL_MS):
             if self._process is not None:
                 self._process.check()
+            elif lost_s := self._connection.lost_s:
+                raise ControllerError(
+                    "the controller is gone",
+                    where=self._endpoint,
+                    got=f"no connection for {lost_s:.0f} s",
+                    fix="It runs beside the first rank, whose log and controller.log tell why it ended.",
+                    may_pass=True,
+                )
             return None
         frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
         return wire.decode(frames, ControllerReply)

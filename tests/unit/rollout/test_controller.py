@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from zmq import Socket
+from zmq.constants import SocketType
+from zmq.sugar.context import Context
 
 from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import AdvantageConfig, Config
@@ -23,6 +26,7 @@ from moe_trm.errors import REFUSED, ControllerError, EngineError
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.report.commands import write
+from moe_trm.rollout import client as client_module
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerReply, ControllerService, Start
@@ -308,6 +312,31 @@ def test_ranks_wait_for_an_engine_that_loads_and_are_told_of_it(
         serving.close()
         ended.result()
     assert told[0] == engine.servers()
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["never there", "killed"])
+def test_a_rank_whose_controller_is_gone_ends(
+    tmp_path: Path, connect: Callable[..., RolloutClient], monkeypatch: pytest.MonkeyPatch, met: bool
+) -> None:
+    """Only the first rank has the controller as its child and sees it end; the others have their connection."""
+    monkeypatch.setattr(client_module, "FIRST_CONTACT_S", 3600.0 if met else 0.1)
+    monkeypatch.setattr(client_module, "LOST_S", 0.1)
+    endpoint = f"ipc://{tmp_path}/s"
+    answering: Socket[bytes] = Context.instance().socket(SocketType.ROUTER)
+    if met:
+        answering.bind(endpoint)
+
+    def hear() -> None:
+        if met:
+            answering.recv_multipart()
+        answering.close()
+
+    client, hearing = connect(endpoint, "right key", ranks=(1, 2), data=(1, 2)), threading.Thread(target=hear)
+    hearing.start()
+    with pytest.raises(ControllerError, match="the controller is gone") as told:
+        client.begin()
+    assert told.value.may_pass
+    hearing.join()
 
 
 def test_a_wrong_key_is_refused_and_the_service_stays_up(
