@@ -17,7 +17,9 @@
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Five minutes before the end, or when the job is preempted: finish the step and save.
+# Five minutes before the end: finish the step and save. So it is before a preemption, where the cluster has
+# PreemptParameters=send_user_signal and a GraceTime. `scontrol requeue` ends servers and learners at the same time, and
+# what came after the newest checkpoint is made again.
 #SBATCH --signal=B:TERM@300
 
 set -euo pipefail

@@ -43,7 +43,7 @@ class ScriptedServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(("127.0.0.1", options.port), Handler)
+        super().__init__((options.host, options.port), Handler)
         self.options, self.key = options, os.environ[options.key_in]
         self.weights, self.answered, self.aborts = "none", 0, 0
         self.decoding = "none"
@@ -131,6 +131,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--key-in", required=True, help="the environment variable that has the key")
     parser.add_argument("--die-at", type=int, default=0)
@@ -138,5 +139,9 @@ if __name__ == "__main__":
     parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--misreads", action="store_true")
     parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")
+    parser.add_argument("--begins", type=Path, help="it listens once this file is there")
+    parsed = parser.parse_args()
     print("a life begins", flush=True)
-    ScriptedServer(parser.parse_args()).serve_forever()
+    while parsed.begins is not None and not parsed.begins.exists():
+        time.sleep(0.02)
+    ScriptedServer(parsed).serve_forever()

@@ -61,7 +61,8 @@ class ScriptedBackend(ServerBackend):
     def launch(self, served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         server = served.rollout.server
         program = str(Path(__file__).resolve().with_name("script_server.py"))
-        command = [sys.executable, program, "--port", str(port), "--key-in", API_KEY_VARIABLE]
+        place = ["--host", server.host, "--port", str(port)]
+        command = [sys.executable, program, *place, "--key-in", API_KEY_VARIABLE]
         yield Launch([*command, *server.extra_args], {**os.environ, API_KEY_VARIABLE: api_key})
 
     def request(self, question: Question) -> dict[str, object]:
