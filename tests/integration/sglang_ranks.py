@@ -73,7 +73,12 @@ def rank_checksums(server: Any, rank: int, weights: Mapping[str, torch.Tensor], 
     parallel.override_permanently(pp_group=whole, **groups)
     with use_context(context):
         initialize_dp_attention_flags(server)
-        model = _initialize_model(ModelConfig.from_server_args(server), LoadConfig())
+        config = ModelConfig.from_server_args(server)
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            # SGLang on a CPU reads these under other names, after it has added heads where ranks do not divide them.
+            if heads := getattr(config.hf_text_config, name, None):
+                setattr(config.hf_text_config, f"{name}_cpu", heads)
+        model = _initialize_model(config, LoadConfig())
         # Loaders may write into what they are given.
         model.load_weights((name, tensor.clone()) for name, tensor in weights.items())
         if damaged is not None:
