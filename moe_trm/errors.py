@@ -113,6 +113,10 @@ class ControllerError(MoeTrmError):
         self.may_pass = may_pass
 
 
+class ControllerLeaving(ControllerError):
+    """The controller was asked to end with its ranks. It refuses what is not finished, so that they save and end."""
+
+
 class RunError(MoeTrmError):
     """A folder without a run, a run without results yet, or a run that cannot write its files."""
 

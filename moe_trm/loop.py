@@ -18,6 +18,7 @@ from statistics import fmean
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.diagnostics import gradient_noise
+from moe_trm.errors import ControllerLeaving
 from moe_trm.learner.checkpoint.resumption import Checkpoints, RunPart, capture, folder_of, restore
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.observe.judge import Judge
@@ -101,7 +102,7 @@ def train(
         arrived: list[TrainBatch] = []
         updates: list[UpdateResult] = []
         probed: dict[str, float] = {}
-        replayed = ReplayReport()
+        replayed, leaving = ReplayReport(), False
         with phases.time("step"), rescued(checkpoints, step, learner):
             for batch in arrivals.of(step, learner.moe_layer_ids, whole=probe.due(step)):
                 arrived.append(batch)
@@ -133,12 +134,18 @@ def train(
                         )
                         for index, part in enumerate(anchored * config.learner.epochs)
                     ]
+            if arrivals.undone:
+                checkpoints.end_undone(step - 1, learner, partial(capture, resumable))
+                break
             scores.write(step)
             replayed += learner.replay_report()
             with phases.time("sync"):
                 if cadence.pushes(step):
-                    pusher.push(version=step)
-                    pushed = step
+                    try:
+                        pusher.push(version=step)
+                        pushed = step
+                    except ControllerLeaving:  # the next start pushes these weights
+                        leaving = True
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if config.train.evaluates_after(step) else {}
             best.offer(step, evaluation, learner)
@@ -164,7 +171,7 @@ def train(
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})
         objective.check(metrics)
         with phases.time("checkpoint"):
-            if checkpoints.end_step(step, learner, partial(capture, resumable)):
+            if checkpoints.end_step(step, learner, partial(capture, resumable), leaving=leaving):
                 break
 
 

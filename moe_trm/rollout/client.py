@@ -22,11 +22,11 @@ from zmq.sugar.context import Context
 from zmq.utils.monitor import recv_monitor_message
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.errors import REFUSED, ControllerError, ControllerLeaving
 from moe_trm.rollout.access import Access
 from moe_trm.rollout.batch_table import batch_of
 from moe_trm.rollout.credentials import without_key
-from moe_trm.rollout.service import ControllerReply, Request, Start, keep_alive
+from moe_trm.rollout.service import ENDS, ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
 from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
 from moe_trm.runtime.patience import patient
@@ -126,7 +126,7 @@ class ControllerProcess:
 
     def wait(self, timeout_s: float = 30.0) -> None:
         """Let it finish after `stop`. When it does not, it is asked to end, and killed in the end."""
-        for patience_s, number in ((timeout_s, signal.SIGTERM), (GRACE_S, signal.SIGKILL)):
+        for patience_s, number in ((timeout_s, ENDS), (GRACE_S, signal.SIGKILL)):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience_s)
                 break
@@ -218,9 +218,12 @@ class RolloutClient:
     def evaluate(self, version: int) -> dict[str, float]:
         """Evaluation of `version` on held-out prompts; measured once, however many ranks ask.
 
-        Empty without held-out prompts.
+        Empty without held-out prompts, and where the controller was asked to end before it was measured.
         """
-        return self._ask("evaluate", version=version).metrics
+        try:
+            return self._ask("evaluate", version=version).metrics
+        except ControllerLeaving:
+            return {}
 
     def state(self) -> dict[str, Any]:
         """The controller's state for a checkpoint, as plain data; empty on ranks that did not start it."""
@@ -281,6 +284,8 @@ class RolloutClient:
                 reply = answer
                 if looks and self._lost:
                     self._look_at_servers()
+        if reply.leaving:
+            raise ControllerLeaving(f"the controller no longer answers '{op}'", got=reply.error, may_pass=True)
         if reply.error:
             raise ControllerError(f"the controller refused '{op}'", got=reply.error, may_pass=reply.may_pass)
         return reply

@@ -24,15 +24,18 @@ import zmq.asyncio
 from zmq.constants import SocketOption, SocketType
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import ControllerError, MoeTrmError
+from moe_trm.errors import ControllerError, ControllerLeaving, MoeTrmError
 from moe_trm.rollout.batch_table import BatchTable, table_of
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.rank_share import rank_share
 from moe_trm.runtime import wire
+from moe_trm.runtime.interruption import ASKED
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, ScoredText, Share, TensorEntry
 from moe_trm.types import ServerState
 
+ENDS = signal.SIGUSR1
+"""Signal by which the rank that started the controller ends it. Others may send SIGTERM to every process of a job."""
 LAST_ANSWERS_S = 5.0
 """Time that requests in progress may take after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
@@ -94,6 +97,7 @@ class ControllerReply(msgspec.Struct, frozen=True):
     number: int = 0
     proves_tensors: bool = True
     servers: tuple[ServerState, ...] = ()
+    leaving: bool = False
     batch: BatchTable | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
@@ -118,8 +122,24 @@ class ControllerService:
         self._shards: dict[int, dict[int, Request]] = {}
         self._pushed: dict[int, asyncio.Event] = {}
         self._loading: asyncio.Future[None] | None = None
-        self._stop = asyncio.Event()
         self._starting: asyncio.Future[None] | None = None
+        self._stop, self._leaving = asyncio.Event(), asyncio.Event()
+        self._finished: set[tuple[str, int]] = set()
+
+    @property
+    def started(self) -> bool:
+        """True once its engine has answered."""
+        return self._starting is not None and self._starting.done()
+
+    def leave(self) -> None:
+        """Everything on this machine was asked to end, perhaps the servers too: refuse what is not finished by now.
+
+        The ranks then undo the step that they wait for, and save; their states are still given. Work is shared, so all
+        of them get the same answer: what one has, the others get as well.
+        """
+        if not self._leaving.is_set():
+            self._finished = {key for key, work in self._shared.items() if work.done()}
+            self._leaving.set()
 
     async def serve(self) -> None:
         """Start the controller, and answer until a rank asks to stop. A cancellation closes the controller too.
@@ -185,19 +205,36 @@ class ControllerService:
             try:
                 if request.op not in ("servers", "stop") and self._starting is not None:
                     await asyncio.shield(self._starting)
-                reply = await self._handlers[request.op](self, request)
+                reply = await self._reply(request)
             finally:
                 # Before the answer is sent: it may be lost with its connection, and is then asked for again.
                 self._answering.remove((identity, number))
         except MoeTrmError as error:
             _log(f"refused '{op}': {type(error).__name__}: {error}")
-            reply = ControllerReply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass)
+            leaving = isinstance(error, ControllerLeaving)
+            reply = ControllerReply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass, leaving=leaving)
         except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
             traceback.print_exc()
             reply = ControllerReply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
         numbered = msgspec.structs.replace(reply, number=number)
         await socket.send_multipart([identity, *wire.encode(numbered)], copy=False)
+
+    async def _reply(self, request: Request) -> ControllerReply:
+        """The answer, or `ControllerLeaving` for work that is not finished when everything has to end."""
+        work = {"batch": (f"batch {request.part}", request.step), "push": ("push", request.version)}
+        key = {**work, "evaluate": ("evaluate", request.version)}.get(request.op)
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        answer = asyncio.ensure_future(self._handlers[request.op](self, request))
+        try:
+            if key is not None and key not in self._finished:
+                await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if self._leaving.is_set() and key not in self._finished:
+                    raise ControllerLeaving("this run was asked to end, by a signal to its controller", may_pass=True)
+            return await answer
+        finally:
+            leaving.cancel()
+            answer.cancel()
 
     async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
@@ -311,12 +348,27 @@ def allow_connections() -> None:
 
 
 async def _main(start: Start) -> None:
-    """The controller's life. SIGTERM, by the rank that started it or its lifeline, closes what there is so far."""
+    """The controller's life. `ENDS`, by the rank that started it, closes what there is so far.
+
+    So does SIGTERM once that rank is gone, as by the lifeline. While it lives, SIGTERM and SIGINT came from outside, to
+    all processes of the job: the rank needs its controller until it has saved.
+    """
     from moe_trm.rollout.build import build_controller
 
-    life = asyncio.current_task()
+    life, loop, rank = asyncio.current_task(), asyncio.get_running_loop(), os.getppid()
     assert life is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
+    service: ControllerService | None = None
+
+    def asked(end: Callable[[], object]) -> None:
+        if service is None or not service.started or os.getppid() != rank:
+            end()
+            return
+        _log("asked to end while the rank that it serves still runs: what is not finished is refused")
+        service.leave()
+
+    loop.add_signal_handler(ENDS, life.cancel)
+    for number in ASKED:
+        loop.add_signal_handler(number, asked, life.cancel)
     _log(f"the controller begins (process {os.getpid()})")
     allow_connections()
     config = Config.model_validate(start.config)
@@ -324,7 +376,8 @@ async def _main(start: Start) -> None:
     # All that was imported stays. Collections that go through it again stop the controller for a tenth of a second.
     gc.collect()
     gc.freeze()
-    await ControllerService(controller, start, config.model.checkpoint).serve()
+    service = ControllerService(controller, start, config.model.checkpoint)
+    await service.serve()
     _log("the controller ends, as its rank asked")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from moe_trm.errors import ControllerLeaving
 from moe_trm.observe.phases import Phases
 from moe_trm.types import TrainBatch
 
@@ -22,21 +23,30 @@ class Source(Protocol):
 
 
 class Arrivals:
-    """The `parts` of each step, from `source`. Waiting for samples is timed as `wait`."""
+    """The `parts` of each step, from `source`. Waiting for samples is timed as `wait`.
+
+    Attributes:
+        undone: the source was asked to end before a step that it had begun, and none of the step was given.
+    """
 
     def __init__(self, parts: int, source: Source, phases: Phases) -> None:
-        self._parts = parts
+        self._parts, self.undone = parts, False
         self._source, self._phases = source, phases
 
     def of(self, step: int, layer_ids: tuple[int, ...], *, whole: bool) -> Iterator[TrainBatch]:
         """The minibatches of `step`, in parts as they arrive; `whole`: all together, once all are there.
 
-        The last part has the metrics of the step. A part without any accepted sample has no minibatch.
+        The last part has the metrics of the step. A part without any accepted sample has no minibatch. Raises
+        `ControllerLeaving` where that is asked to end after the first of several.
         """
-        if not whole:
-            yield from (self._next(step, layer_ids, part) for part in range(self._parts))
+        parts = (self._next(step, layer_ids, part) for part in range(self._parts))
+        try:
+            first = joined([*parts]) if whole else next(parts)
+        except ControllerLeaving:
+            self.undone = True
             return
-        yield joined([self._next(step, layer_ids, part) for part in range(self._parts)])
+        yield first
+        yield from parts
 
     def _next(self, step: int, layer_ids: tuple[int, ...], part: int) -> TrainBatch:
         with self._phases.time("wait"):

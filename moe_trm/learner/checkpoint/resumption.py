@@ -65,6 +65,7 @@ class Checkpoints:
         away = self._found is not None and self._found[0].resolve().parent != self._folder.root.resolve()
         self.branched: Mapping[str, Any] | None = self._found[1].config if self._found and away else None
         """Settings of the checkpoint that it goes on from, where that is another run's."""
+        self._saved = self.first_step
         self.interrupted = False
         """The run stopped before its last step because it was asked to."""
         self._prepare()
@@ -87,22 +88,30 @@ class Checkpoints:
         """From now on a run that is asked to stop finishes its step, and saves it."""
         self._interruption.begin_steps()
 
-    def end_step(self, step: int, learner: Resumable, capture: Callable[[], RunState]) -> bool:
+    def end_step(
+        self, step: int, learner: Resumable, capture: Callable[[], RunState], *, leaving: bool = False
+    ) -> bool:
         """Save and export what is due after `step`; whether the run stops here.
 
         `capture`: the state of the other parts; called on every rank when a checkpoint is due, used on the first.
+        `leaving`: every rank knows that the run has to end, asked itself or not.
         """
         settings, last = self._config.checkpoint, step == self._config.train.steps
-        stop = self._peers.any(bool(self._interruption.requested)) and not last
+        stop = self._peers.any(leaving or bool(self._interruption.requested)) and not last
         if stop or settings.saves_after(step, self._config.train.steps):
-            run = capture()
-            # The first rank has the books that belong to this step before any rank asks for the next step's samples.
-            self._peers.gather(b"")
-            self._save(step, learner, run)
+            self._save(step, learner, capture)
         if settings.export_every and step % settings.export_every == 0:
             self._export(f"hf-{step:06d}", learner)
         self.interrupted = stop
         return stop
+
+    def end_undone(self, step: int, learner: Resumable, capture: Callable[[], RunState]) -> None:
+        """The run stops in the middle of a step that has changed nothing yet: save what was reached by `step`, if
+        anything was since the last checkpoint.
+        """
+        if step != self._saved:
+            self._save(step, learner, capture)
+        self.interrupted = True
 
     def rescue(self, step: int, learner: Resumable) -> None:
         """Export the weights of a run that stops in `step`, where the run keeps any, for it may not go on from there.
@@ -139,8 +148,12 @@ class Checkpoints:
                 fix="Set checkpoint.dir to another folder.",
             )
 
-    def _save(self, step: int, learner: Resumable, run: RunState) -> None:
+    def _save(self, step: int, learner: Resumable, capture: Callable[[], RunState]) -> None:
+        run = capture()
+        # The first rank has the books that belong to this step before any rank asks for the next step's samples.
+        self._peers.gather(b"")
         self._report(self._writer.wait())
+        self._saved = step
         pieces, counters = learner.state()
         state = msgspec.msgpack.encode({"learner": counters, "run": run}) if self._peers.rank == 0 else None
         self._writer.start(Contents(step, pieces, state, self._config.dump()))

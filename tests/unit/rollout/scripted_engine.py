@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -66,3 +67,12 @@ class ScriptedEngine:
         logprobs = np.full(len(tokens), -0.5, np.float32)
         versions = np.full(len(tokens), self.versions[-1], np.int32)
         return SampledTurn(tokens, logprobs, logprobs, versions, None, None, "stop")
+
+
+class StuckEngine(ScriptedEngine):
+    """Answers under the first weights, and never under those of a later push."""
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        if self.versions[-1]:
+            await asyncio.Event().wait()
+        return await super().generate(prompt, params, sample_id=sample_id, group_id=group_id)
