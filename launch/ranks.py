@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 import threading
@@ -54,15 +55,24 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
-        self._times = 0
+        self._direct = self._passed_on = 0
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
         for target in (self._listen, self._pass_on):
             threading.Thread(target=target, daemon=True).start()
 
     def _listen(self) -> None:
         while True:
-            number = signal.sigwait(ASKED)
-            self.number, self._times = self.number or number, self._times + 1
+            heard = signal.sigwaitinfo(ASKED)
+            self.number = self.number or heard.si_signo
+            if heard.si_pid == os.getppid():
+                self._passed_on += 1
+            else:
+                self._direct += 1
+
+    @property
+    def _times(self) -> int:
+        """Requests so far: where everybody is sent a signal, `moe-trm train` passes on the same one."""
+        return max(self._direct, self._passed_on)
 
     def _pass_on(self) -> None:
         """To each rank as often as it came; kill those that are left some time after the second."""

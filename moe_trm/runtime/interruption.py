@@ -18,8 +18,8 @@ from types import FrameType
 
 ASKED = (signal.SIGINT, signal.SIGTERM)
 """Signals by which a run is asked to stop."""
-ECHO_S = 1.0
-"""A terminal and torchrun both pass on the same Ctrl-C: what comes within this time is not a second one."""
+ECHO_S = 5.0
+"""Terminal, service manager and launchers pass on the same request: what comes within this time is not a second one."""
 UNWIND_S = 5.0
 """Time for a start that is asked to stop to leave its contexts; then it ends wherever it is."""
 

@@ -47,9 +47,18 @@ def held_alone(path: Path, work: str, *, patience_s: float = 0.5, fix: str = "")
     `patience_s`: processes that were killed are still ending. Else `RunError` says what its holder does (`work`, such
     as "trains into this folder") and what the user can do beside waiting (`fix`).
     """
-    private_folder(path.parent)
-    # No child inherits the descriptor, or the lock would outlive this process.
-    file = open_private(path, os.O_RDWR | os.O_CREAT)
+    try:
+        private_folder(path.parent)
+        # No child inherits the descriptor, or the lock would outlive this process.
+        file = open_private(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise RunError(
+            "this folder cannot be written",
+            where=str(path.parent),
+            got=error.strerror or str(error),
+            expected="a folder that this user may write, on a file system that takes writes",
+            fix="Make it writable, or choose another run_dir or name.",
+        ) from error
     try:
         _take(file, path, work, patience_s, fix)
         os.truncate(file, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,8 +36,8 @@ class Best:
         return self._value
 
     def restore(self, state: float | None) -> None:
-        """Go on after `state`."""
-        self._value = state
+        """Go on after `state`. Runs of before kept a first evaluation that was not a number."""
+        self._value = state if state is not None and math.isfinite(state) else None
 
     def offer(self, step: int, evaluation: Mapping[str, float], learner: Learner) -> None:
         """Take note of an evaluation, and write the weights when it is the best; those of step 0 are the start
@@ -45,6 +46,8 @@ class Best:
         if not self._keeps or not evaluation:
             return
         value = evaluation.get(self._metric)
+        if value is not None and not math.isfinite(value):
+            return  # nothing could be compared with it
         if value is None:
             if dist.get_rank() == 0:
                 log.warning(

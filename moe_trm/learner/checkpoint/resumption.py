@@ -125,8 +125,22 @@ class Checkpoints:
             print(f"the weights as they were when step {step} stopped are in {path}", flush=True)
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        self._report(self._writer.wait())
+        """Wait for the checkpoint that is being written.
+
+        Raises `CheckpointError` where it is the last that this run makes, cannot be written, and no export of the
+        weights follows.
+        """
+        failure = self._writer.wait()
+        self._report(failure)
+        steps, exports = self._config.train.steps, self._config.train.export
+        if failure and (self.interrupted or (self._saved == steps and not exports)):
+            raise CheckpointError(
+                "the run has ended, and what it reached could not be saved",
+                where=str(self._folder.root),
+                got=failure,
+                expected=f"a checkpoint of step {self._saved}",
+                fix="Make room there; the same command goes on from the checkpoint before.",
+            )
         if self.interrupted and self._peers.rank == 0:
             print(f"stopped as asked; the same command goes on from {self._folder.root}", flush=True)
 

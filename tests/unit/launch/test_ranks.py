@@ -104,3 +104,29 @@ def test_a_stop_is_never_lost(tmp_path: Path, moment: str) -> None:
         said, _ = running.communicate(timeout=60)
     assert said.splitlines()[-1] == str(128 + signal.SIGTERM)
     assert len(list(tmp_path.glob("saved-*"))) == (2 if moment == "saves" else 0)
+
+
+COUNTS = """
+import os, signal, sys, time
+from pathlib import Path
+
+heard, folder = [], Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+(folder / f"begun-{os.environ['RANK']}").touch()
+while not heard:
+    time.sleep(0.02)
+time.sleep(2.0)
+(folder / f"heard-{os.environ['RANK']}").write_text(str(len(heard)))
+"""
+
+
+def test_a_signal_to_every_process_of_a_job_is_one_request(tmp_path: Path) -> None:
+    """`moe-trm train` passes on what its launcher was sent as well."""
+    with started(tmp_path, COUNTS) as program:
+        while len(list(tmp_path.glob("begun-*"))) < 2:
+            time.sleep(0.02)
+        program.send_signal(signal.SIGTERM)
+        subprocess.run([sys.executable, "-c", f"import os; os.kill({program.pid}, 15)"], check=True)
+        program.wait(120)
+    assert [(tmp_path / f"heard-{rank}").read_text() for rank in range(2)] == ["1", "1"]

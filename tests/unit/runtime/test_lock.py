@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.errors import REFUSED, RunError
+from moe_trm.runtime import lock
 from moe_trm.runtime.lock import held_alone, holder_of
 
 HOLDS = """
@@ -72,3 +73,15 @@ def test_a_file_system_without_locks_is_told(
     with held_alone(tmp_path / ".lock", "works here"):
         assert "has no locks" in caplog.text
         assert holder_of(tmp_path / ".lock") is None
+
+
+def test_a_folder_that_takes_no_writes_is_a_clear_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(path: Path, flags: int) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(lock, "open_private", read_only)
+    with (
+        pytest.raises(RunError, match=r"(?s)cannot be written.*Read-only file system"),
+        held_alone(tmp_path / "x", "y"),
+    ):
+        pass

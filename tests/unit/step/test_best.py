@@ -65,3 +65,16 @@ def test_a_best_checkpoint_that_is_not_wanted_or_not_measured(tmp_path: Path, ca
     offer_all(best_of(config(best_metric="eval/other/accuracy"), tmp_path), learner, [0.1, 0.9])
     assert not (tmp_path / "best").exists()
     assert "eval.best_metric=eval/other/accuracy" in caplog.text
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("first", [float("nan"), float("inf"), -float("inf")])
+def test_an_evaluation_that_is_not_a_number_neither_is_the_best_nor_bars_it(tmp_path: Path, first: float) -> None:
+    learner, best = Exporter(), best_of(config(), tmp_path)
+    offer_all(best, learner, [first, first])
+    assert best.state() is None
+    assert not (tmp_path / "best").exists()
+    offer_all(best, learner, [None, 0.3])
+    assert best.state() == 0.3
+    best.restore(first)
+    assert best.state() is None

@@ -255,6 +255,48 @@ def test_a_full_disk_leaves_the_run_and_older_checkpoints_alone(
     assert open_checkpoints(run_dir).first_step == 6
 
 
+@pytest.mark.parametrize(("asked", "exports"), [("SIGTERM", True), ("", False)])
+def test_a_run_whose_last_state_could_not_be_saved_does_not_end_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asked: str, exports: bool
+) -> None:
+    """Asked to stop, or with nothing written after it."""
+
+    def full(path: Path) -> object:
+        raise OSError(28, "No space left on device")
+
+    config = settings()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"export": exports, "steps": 10})})
+    interruption = Interruption()
+    checkpoints = Checkpoints(config, tmp_path, interruption)
+    interruption.requested = asked
+    monkeypatch.setattr("moe_trm.learner.checkpoint.writer.entry_of", full)
+    with pytest.raises(CheckpointError, match=r"(?s)could not be saved.*No space left"):
+        train(checkpoints, TinyLearner(), 10)
+
+
+def test_a_step_that_was_undone_leaves_what_was_reached_before_it(tmp_path: Path) -> None:
+    checkpoints, learner = open_checkpoints(tmp_path, every=3), TinyLearner()
+    for step in range(1, 6):
+        learner.weight = torch.full((3,), float(step))
+        assert not checkpoints.end_step(step, learner, lambda: {"judge": [step]})  # noqa: B023 (called at once)
+    checkpoints.end_undone(5, learner, lambda: {"judge": [5]})
+    checkpoints.close()
+    assert checkpoints.interrupted
+    assert names(tmp_path)[-1] == "step-000005"
+    resumed = open_checkpoints(tmp_path)
+    assert (resumed.first_step, resumed.load(learner)) == (5, {"judge": [5]})
+    resumed.end_undone(5, learner, dict[str, object])
+    resumed.close()
+    assert open_checkpoints(tmp_path).load(learner) == {"judge": [5]}, "nothing new is saved where nothing was reached"
+
+
+def test_every_rank_stops_where_one_of_them_was_asked_by_its_controller(tmp_path: Path) -> None:
+    checkpoints = open_checkpoints(tmp_path, every=0)
+    assert checkpoints.end_step(4, TinyLearner(4), dict[str, object], leaving=True)
+    checkpoints.close()
+    assert names(tmp_path) == ["step-000004"]
+
+
 class Threads(Peers):
     """One of two ranks that are threads of this process."""
 
