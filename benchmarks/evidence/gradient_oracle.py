@@ -61,6 +61,7 @@ from benchmarks.evidence.split_half import Halves, cosine, holm, inner, progress
 from benchmarks.figure import Panel, document, lines
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
+from moe_trm.tools.experiment.tables import NOT_MEASURED
 from moe_trm.tools.quickstart.trials import prepare_checkpoint
 from routing.hf import HFReplayer
 from routing.judge.flips import flips
@@ -231,7 +232,7 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
                 row: Row = {"engine": name, "updates": ahead, "arm": arm, "checkpoints": len(cosines)}
                 row |= with_interval("to_learner", cosines)
                 row["pooled"] = pooled(known)
-                row["to_engine"] = fmean(own.get("engine", math.nan) for own in known)
+                row["to_engine"] = NOT_MEASURED if arm == ON_POLICY else fmean(own["engine"] for own in known)
                 rows.append(row | {"progress_share": fmean(own["progress"] for own in known)})
     return rows
 
@@ -295,7 +296,7 @@ def draw(rows: Sequence[Row]) -> str:
     for (down, arms), (right, name) in itertools.product(enumerate(groups), enumerate(engines(NOISE, 0))):
         here = [row for row in rows if row["engine"] == name]
         left, top = 60 + 330 * right, 50 + 300 * down
-        panel = Panel(left, left + 190, len(UPDATES) + 0.5, 0, 1.1, top=top, bottom=top + 200)
+        panel = Panel(left, left + 190, len(UPDATES) + 0.5, 0, 1.3, top=top, bottom=top + 200)
         parts += panel.frame(name, [(tick / 4, f"{tick / 4:.2f}") for tick in range(5)])
         parts += axis(panel, UPDATES, "updates ahead")
         parts += lines(panel, {arm: [float(row["to_learner"]) for row in here if row["arm"] == arm] for arm in arms})
