@@ -48,7 +48,7 @@ def evidences(updates: Iterable[ScoredUpdate]) -> list[Evidence]:
     recording = RecordedLearner()
     learner, found = cast(Learner, recording), []
     for update in updates:
-        part = recording.hold(update, whole=True)
+        part = recording.hold(update, needs_anchors=True)
         found.append(gather_minibatch(part, learner.score(part.batches, part.sources), learner).evidence)
     return found
 

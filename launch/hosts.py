@@ -69,14 +69,14 @@ class Host:
         )
 
 
-def push_place(sync: SyncConfig, run_dir: Path, *, alone: bool) -> Path:
+def push_place(sync: SyncConfig, run_dir: Path, *, on_one_host: bool) -> Path:
     """The folder in which that of the weight pushes is made: `sync.dir`, or shared memory where there is one.
 
-    Ranks on several machines share the run's folder; `alone` as in `Host`.
+    Ranks on several machines share the run's folder; `on_one_host` as in `Host`.
     """
     if sync.dir:
         return Path(sync.dir)
-    return SHARED_MEMORY if alone and SHARED_MEMORY.is_dir() else run_dir
+    return SHARED_MEMORY if on_one_host and SHARED_MEMORY.is_dir() else run_dir
 
 
 def _address_towards(host: str) -> str:

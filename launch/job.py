@@ -83,8 +83,8 @@ def learner_environment(api_key: str | None) -> dict[str, str]:
 
     They meet in a file: torchrun opens no store for them, on all interfaces and without a key.
     """
-    own = {**SINGLE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {**LOOPBACK, **os.environ, **own, **({API_KEY_VARIABLE: api_key} if api_key else {})}
+    settings = {**SINGLE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {**LOOPBACK, **os.environ, **settings, **({API_KEY_VARIABLE: api_key} if api_key else {})}
 
 
 def under_torchrun(config_path: str, overrides: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Learner:
@@ -120,7 +120,7 @@ def run_job(
             check_start(config, world_size=ranks)
         if signals.begin():
             return 128 + signals.first
-        stack.callback(tidy, run_dir, {Path(tempfile.gettempdir()), push_place(config.sync, run_dir, alone=True)})
+        stack.callback(tidy, run_dir, {Path(tempfile.gettempdir()), push_place(config.sync, run_dir, on_one_host=True)})
         server = None
         if config.rollout.starts_server:
             from launch.rollout import log_name
@@ -228,8 +228,8 @@ def watch(learner: Learner, signals: Signals, server: RolloutProcess | None = No
             learner.send_signal(signal.SIGTERM)
             passed_on += 1
             if passed_on == 1:
-                told = "asked to stop: the step in progress is finished and saved; once more ends it at once"
-                print(told, flush=True)
+                notice = "asked to stop: the step in progress is finished and saved; once more ends it at once"
+                print(notice, flush=True)
         time.sleep(POLL_S)
     if status and signals.first:
         return 128 + signals.first

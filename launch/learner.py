@@ -244,7 +244,7 @@ def push_folder(sync: SyncConfig, rollout: RolloutConfig, run_dir: Path, host: H
     """
     if sync.method == "distributed" and rollout.traits.broadcast_receivers:
         return None
-    return Scratch(push_place(sync, run_dir, alone=host.alone))
+    return Scratch(push_place(sync, run_dir, on_one_host=host.alone))
 
 
 def build_pusher(
@@ -263,6 +263,6 @@ def build_pusher(
 
 def fixed_texts(rollout: RolloutConfig, sync: SyncConfig, checkpoint: Path, rounding: Rounding) -> FixedTexts:
     """The texts that prove pushes by use, where the engine scores tokens."""
-    every = sync.prove_every if rollout.traits.scores_tokens else 0
+    interval = sync.prove_every if rollout.traits.scores_tokens else 0
     differs = rollout.quantization is not None or rounding.fake is not None or bool(rounding.noises)
-    return FixedTexts(ServedModel.from_checkpoint(checkpoint).vocab_size, every, scored=not differs)
+    return FixedTexts(ServedModel.from_checkpoint(checkpoint).vocab_size, interval, scored=not differs)

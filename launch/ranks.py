@@ -76,14 +76,14 @@ class Stop:
 
     def _pass_on(self) -> None:
         """To each rank as often as it came; kill those that are left some time after the second."""
-        told, kill_at = dict[tuple[int, float], int](), math.inf
+        signalled, kill_at = dict[tuple[int, float], int](), math.inf
         while True:
             time.sleep(POLL_S)
             for rank in psutil.Process().children() if self._times else ():
                 with suppress(psutil.NoSuchProcess):
                     who = rank.pid, rank.create_time()
-                    if told.get(who, 0) < self._times:
-                        told[who] = told.get(who, 0) + 1
+                    if signalled.get(who, 0) < self._times:
+                        signalled[who] = signalled.get(who, 0) + 1
                         rank.send_signal(signal.SIGTERM)
                     if time.monotonic() > kill_at:
                         rank.kill()

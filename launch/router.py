@@ -20,12 +20,12 @@ from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Route until SIGTERM or SIGINT; exit status 1 with the reason where it cannot."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
         print("usage: python -m launch.router CONFIG [key=value ...]", file=sys.stderr)
-        return 0 if given else 2
+        return 0 if words else 2
     try:
-        _route(given[0], given[1:])
+        _route(words[0], words[1:])
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

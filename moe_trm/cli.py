@@ -145,11 +145,11 @@ def ending_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, end)
+    handler = signal.signal(signal.SIGINT, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -164,7 +164,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"moe-trm {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    subcommand = next((argument for argument in arguments if not argument.startswith("-")), None)
     for command in COMMANDS:
         subparser = subparsers.add_parser(
             command.name,
@@ -173,7 +173,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             epilog="\n  ".join(["examples:", *(f"moe-trm {command.name} {example}" for example in command.examples)]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if command.name == chosen:
+        if command.name == subcommand:
             module = importlib.import_module(command.module)
             module.configure(subparser)
             subparser.set_defaults(run=module.run)

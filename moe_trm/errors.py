@@ -134,14 +134,14 @@ class SeveralRefusals(ConfigError):
 
 def refuse_together(*checks: Callable[[], Checked]) -> list[Checked]:
     """The results of all checks; else raise the error of the one that fails, or `SeveralRefusals`."""
-    found, reasons = [], list[MoeTrmError]()
+    results, reasons = [], list[MoeTrmError]()
     for check in checks:
         try:
-            found.append(check())
+            results.append(check())
         except MoeTrmError as error:
             reasons.append(error)
     if len(reasons) > 1:
         raise SeveralRefusals(reasons)
     if reasons:
         raise reasons[0]
-    return found
+    return results

@@ -109,8 +109,8 @@ def train(
                 if not batch.mini_batches:
                     continue
                 with phases.time("score"):
-                    every = config.exact or probe.anchors_all(batch)
-                    scored = anchors.score(learner, batch, moved=bool(updates), every=every)
+                    score_all = config.exact or probe.anchors_all(batch)
+                    scored = anchors.score(learner, batch, moved=bool(updates), every=score_all)
                     if config.exact:
                         replayed += exact.proved(scored, learner.replay_report())
                     anchored = reference.add_logprobs(learner, scored)
@@ -154,8 +154,8 @@ def train(
         num_rows = sum(mini.num_sequences for mini in batch.mini_batches)
         measured |= reference.adapt(measured, num_rows)
         updated = update_metrics(updates)
-        norm, each = updated.get("optimizer/grad_norm", math.nan), num_rows / max(1, len(batch.mini_batches))
-        noise = gradient_noise(measured, norm, each)
+        norm, rows_per_update = updated.get("optimizer/grad_norm", math.nan), num_rows / max(1, len(batch.mini_batches))
+        noise = gradient_noise(measured, norm, rows_per_update)
         metrics = {
             **batch.metrics,
             **measured,
@@ -188,22 +188,24 @@ def rescued(checkpoints: Checkpoints, step: int, learner: Learner) -> Iterator[N
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """`optimizer/*` of a step. Updates in which nothing trained are counted (`empty`), and are no part of the rest."""
     tried = [update for update in updates if not update.is_empty]
-    found = {
+    metrics = {
         "optimizer/steps": float(len(tried)),
-        "optimizer/skipped": float(sum(not one.applied for one in tried)),
+        "optimizer/skipped": float(sum(not result.applied for result in tried)),
         "optimizer/empty": float(len(updates) - len(tried)),
     }
     if updates:
-        found["optimizer/lr"] = updates[-1].lr
+        metrics["optimizer/lr"] = updates[-1].lr
     if tried:
-        found["optimizer/grad_norm"] = fmean([one.grad_norm for one in tried if one.applied] or [tried[-1].grad_norm])
+        metrics["optimizer/grad_norm"] = fmean(
+            [result.grad_norm for result in tried if result.applied] or [tried[-1].grad_norm]
+        )
     if updates and (scale := updates[-1].loss_scale) is not None:
-        found["optimizer/loss_scale"] = float(scale)
-    if cosines := [one.cosine for one in tried if one.cosine is not None]:
-        found["optimizer/grad_cosine"] = fmean(cosines)
+        metrics["optimizer/loss_scale"] = float(scale)
+    if cosines := [result.cosine for result in tried if result.cosine is not None]:
+        metrics["optimizer/grad_cosine"] = fmean(cosines)
     if updates and (noise := updates[-1].layer_noise) is not None:
-        found["optimizer/layer_noise"] = noise
-    return found
+        metrics["optimizer/layer_noise"] = noise
+    return metrics
 
 
 def replay_metrics(report: ReplayReport) -> dict[str, float]:

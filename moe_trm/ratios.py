@@ -87,7 +87,9 @@ class LogRatios:
     def taking(self, take: Callable[[Tensor], Tensor], mask: Tensor) -> LogRatios:
         """The same of other rows, detached: `take` picks from `[B, T]`, and `mask` says which of these values count."""
         behavior = None if self._behavior is None else take(self._behavior)
-        rollout, current, proximal = (take(one.detach()) for one in (self._rollout, self._current, self._proximal))
+        rollout, current, proximal = (
+            take(logprobs.detach()) for logprobs in (self._rollout, self._current, self._proximal)
+        )
         return LogRatios(rollout, behavior, current, mask, proximal, measured=self._measured)
 
     @property

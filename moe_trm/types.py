@@ -201,9 +201,9 @@ class RolloutRecord:
     def changed(self, **fields: object) -> RolloutRecord:
         """As `dataclasses.replace`, which takes ten times as long for as many fields."""
         assert fields.keys() <= self.__dict__.keys(), "fields of a record"
-        other = object.__new__(RolloutRecord)
-        other.__dict__.update(self.__dict__, **fields)
-        return other
+        copied = object.__new__(RolloutRecord)
+        copied.__dict__.update(self.__dict__, **fields)
+        return copied
 
 
 @dataclass(frozen=True)

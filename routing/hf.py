@@ -228,18 +228,20 @@ class HFReplayer:
 
         Raises `ReplayProofError` on a step that is not proved, and its kind `FlipBoundError` for too many flips.
         """
-        positions, apart = self._indexers.take()
-        own = self._counters.take(torch.cat((self._gates.take(), self._other_formula[:, None], positions), dim=1))
+        positions, apart_sums = self._indexers.take()
+        local_sums = self._counters.take(
+            torch.cat((self._gates.take(), self._other_formula[:, None], positions), dim=1)
+        )
         passes, self._by_sample = self._by_sample, []
         self._other_formula.zero_()
-        summed, flips = over_ranks(own, total(passes, len(own)), group, self._device)
+        summed, flips = over_ranks(local_sums, total(passes, len(local_sums)), group, self._device)
         counters, positions = summed.tensor_split((-positions.shape[1],), dim=1)
-        if other := int(counters[:, -1].sum()):
+        if num_other_formula := int(counters[:, -1].sum()):
             raise ReplayProofError(
-                f"the gates do not compute their weights as this module does for {other} token-layers: this "
-                "model is not supported"
+                f"the gates do not compute their weights as this module does for {num_other_formula} token-layers: "
+                "this model is not supported"
             )
-        indexer, fault = judge_indexers(positions, apart, bounded=self.max_local_flip_rate < 1)
+        indexer, fault = judge_indexers(positions, apart_sums, bounded=self.max_local_flip_rate < 1)
         try:
             report = judge(counters[:, :-1], self.max_local_flip_rate, flips, self.top_k, self.num_experts)
         except FlipBoundError as doubt:
@@ -264,19 +266,19 @@ class HFReplayer:
         rows.check_shape(input_ids)
         columns.check_rows(rows)
         opened = ReplayPass(source, self.layer_ids, columns.num_local, self._counters)
-        opened.indexer = self._indexers.open(source, columns, whole=target_ids is None)
+        opened.indexer = self._indexers.open(source, columns, whole_sequences=target_ids is None)
         if isinstance(source, Native):
             return opened
-        due, free = columns.cut(rows.mask()).flatten(), None
+        due_N, free = columns.cut(rows.mask()).flatten(), None
         if isinstance(source, ReplayRecords):
             check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
-            wanted = self.layer_ids, self.num_experts, self.top_k
-            opened.targets = self._move(placed_routes(source.records, rows, *wanted, columns))
-            opened.expected = self._move(sliced_routes(source.records, rows, *wanted, columns))
-            due = columns.cut(rows.without_last()).flatten() if target_ids is None else due
-            if (known := uncovered(source.records, rows)) is not None:
-                free = columns.cut_places(known)
-                due = due & ~free
+            wanted_shape = self.layer_ids, self.num_experts, self.top_k
+            opened.targets = self._move(placed_routes(source.records, rows, *wanted_shape, columns))
+            opened.expected = self._move(sliced_routes(source.records, rows, *wanted_shape, columns))
+            due_N = columns.cut(rows.without_last()).flatten() if target_ids is None else due_N
+            if (uncovered_rows := uncovered(source.records, rows)) is not None:
+                free = columns.cut_places(uncovered_rows)
+                due_N = due_N & ~free
         else:
             targets = input_ids if target_ids is None else target_ids
             opened.digest = batch_digest(input_ids, targets, rows.mask()) + (rows.digest() if rows.is_packed else b"")
@@ -288,19 +290,19 @@ class HFReplayer:
             sequence_of = columns.cut_places(rows.sequence_of())
             flips = PassFlips(
                 keys_of(samples, rows.sequences(input_ids.cpu()) if rows.is_packed else input_ids),
-                torch.zeros(len(rows.spans), dtype=torch.int64).index_add(0, sequence_of, due.long()),
+                torch.zeros(len(rows.spans), dtype=torch.int64).index_add(0, sequence_of, due_N.long()),
                 self.layer_ids,
                 len(self._counters),
                 sample_last=False,
                 device=self._device,
                 sample_of=sequence_of if rows.is_packed else None,
-                due=due if isinstance(source, ReplayRecords) else None,
+                due_N=due_N if isinstance(source, ReplayRecords) else None,
                 experts=(self.top_k, self.num_experts),
                 at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
             )
             self._by_sample.append(flips)
             opened.indexer.keys = flips.keys
-            opened.expect(due, free, self._device, flips, rest_is_live=True)
+            opened.expect(due_N, free, self._device, flips, rest_is_live=True)
         return opened
 
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -314,28 +316,28 @@ class HFReplayer:
         check_whole(layer, logits)
         if running.records and (scores := _selection_scores(self._blocks[layer], logits)) is not None:
             running.keep_margin(layer, scores, self.top_k)
-        chosen = running.choose(layer, live, recompute)
+        ids = running.choose(layer, live, recompute)
         if running.watch is not None and not recompute:
-            running.watch.see(layer, logits, chosen, sigmoid=selection_bias(self._blocks[layer]) is not None)
-        if chosen is live:
+            running.watch.see(layer, logits, ids, sigmoid=selection_bias(self._blocks[layer]) is not None)
+        if ids is live:
             return None
         with torch.no_grad():
-            own = gate_weights(self._blocks[layer], logits, live).to(weights.dtype)
+            formula_weights = gate_weights(self._blocks[layer], logits, live).to(weights.dtype)
             # What attention makes of padding may be NaN, which is close to nothing.
-            differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
+            differs_N = ~torch.isclose(formula_weights, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula[layer] += (differs_N & running.due).sum()
         # The weight of a frozen gate with an adapter says nothing; what trains below the weights is in the logits.
         self._has_gradient[layer] = logits.requires_grad
         if logits.requires_grad and self._gates.watches(layer):
             logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         self._logits[layer] = logits.detach()
-        return logits, gate_weights(self._blocks[layer], logits, chosen).to(weights.dtype), chosen
+        return logits, gate_weights(self._blocks[layer], logits, ids).to(weights.dtype), ids
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running, recompute = self._running.current()
-        given = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         # Weights stand in the order of the ids, so the order is proved as well.
-        running.prove(layer, lambda expected: (given == expected).all(1), recompute)
+        running.prove(layer, lambda expected: (ids == expected).all(1), recompute)
         if running.replays:
             self._prove_gate(layer, running, kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2])
 
@@ -363,9 +365,10 @@ class HFReplayer:
             )
 
     def _check_ours(self) -> None:
-        now = moe_blocks(self._model)
-        if list(now) != list(self._blocks) or any(
-            now[layer] is not block or not gate_of(block)._forward_hooks for layer, block in self._blocks.items()
+        current_blocks = moe_blocks(self._model)
+        if list(current_blocks) != list(self._blocks) or any(
+            current_blocks[layer] is not block or not gate_of(block)._forward_hooks
+            for layer, block in self._blocks.items()
         ):
             raise ReplayProofError(
                 "MoE blocks are no longer the ones the replayer was attached to: the model was rebuilt"
@@ -387,9 +390,13 @@ def gate_weights(block: nn.Module, logits: Tensor, ids: Tensor) -> Tensor:
     if getattr(gate, "bias", None) is not None:
         # gpt-oss takes the softmax of the chosen logits; the same weights but for rounding.
         return logits.gather(1, ids).softmax(-1)
-    chosen = logits.softmax(-1, dtype=torch.float32).gather(1, ids)
+    chosen_weights = logits.softmax(-1, dtype=torch.float32).gather(1, ids)
     # Mixtral always normalises and has no switch for it.
-    return chosen / chosen.sum(-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else chosen
+    return (
+        chosen_weights / chosen_weights.sum(-1, keepdim=True)
+        if getattr(gate, "norm_topk_prob", True)
+        else chosen_weights
+    )
 
 
 def _selection_scores(block: nn.Module, logits: Tensor) -> Tensor | None:

@@ -186,9 +186,9 @@ class MegatronReplayer:
                 of this set, or the router got no gradient through them.
             FlipBoundError: too many local flips, in a layer or in a sample.
         """
-        own = self._counters.take(self._gates.take())
+        local_sums = self._counters.take(self._gates.take())
         passes, self._by_sample = self._by_sample, []
-        counters, flips = over_ranks(own, total(passes, len(own)), group, self._device)
+        counters, flips = over_ranks(local_sums, total(passes, len(local_sums)), group, self._device)
         return judge(
             counters,
             self.max_local_flip_rate,
@@ -217,28 +217,28 @@ class MegatronReplayer:
             opened.targets, opened.expected = (
                 by_layer(routes_LNK, layers, self._device) for routes_LNK in self._cuts(source.records, layout, layers)
             )
-            due = DueTokens.of(rows.lengths, layout, source.records)
+            due_tokens = DueTokens.of(rows.lengths, layout, source.records)
         else:
             opened.digest = batch_digest(input_ids, target_ids, valid) + layout.digest()
             if not isinstance(source, ReplayRecorded):
                 return opened
             opened.check_recorded(source.recorded, int(self.config.moe_router_topk))
             opened.targets = opened.expected = self._move(source.recorded.experts)
-            due = DueTokens.of(rows.lengths, layout)
+            due_tokens = DueTokens.of(rows.lengths, layout)
         flips = PassFlips(
             keys_of(samples, input_ids),
-            due.by_sample,
+            due_tokens.by_sample,
             layers,
             len(self._counters),
             sample_last=True,
             device=self._device,
             sample_of=sample_of_tokens(layout),
-            due=due.due if isinstance(source, ReplayRecords) else None,
+            due_N=due_tokens.due if isinstance(source, ReplayRecords) else None,
             experts=(int(self.config.moe_router_topk), int(self.config.num_moe_experts)),
             at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
         )
         self._by_sample.append(flips)
-        opened.expect(due.due, due.free, self._device, flips)
+        opened.expect(due_tokens.due, due_tokens.free, self._device, flips)
         return opened
 
     def _cuts(
@@ -272,14 +272,14 @@ class MegatronReplayer:
         """The rows of the micro-batch. Raises `RouteError` unless the layout is of this model and of them."""
         rows = Rows.right_padded(valid)
         tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
-        wanted = (*valid.shape, int(self.config.context_parallel_size), tensor)
+        expected_sizes = (*valid.shape, int(self.config.context_parallel_size), tensor)
         got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
-        if got != wanted:
+        if got != expected_sizes:
             raise RouteError(
                 "shape",
                 "the layout is not this model's or not this micro-batch's",
                 got=got,
-                expected=f"{wanted} as (B, R, cp, sp)",
+                expected=f"{expected_sizes} as (B, R, cp, sp)",
             )
         if isinstance(layout, PackedLayout) and layout.lengths != rows.lengths:
             raise RouteError("shape", "the pack is of other rows", got=layout.lengths[:8], expected=rows.lengths[:8])
@@ -351,11 +351,11 @@ class MegatronReplayer:
 
     def _check_ours(self) -> None:
         for chunk, attached in self._chunks.values():
-            now = moe_layers(chunk)
-            same = len(now) == len(attached) and all(
-                a[0] == b[0] and a[1] is b[1] for a, b in zip(now, attached, strict=True)
+            current_layers = moe_layers(chunk)
+            same = len(current_layers) == len(attached) and all(
+                a[0] == b[0] and a[1] is b[1] for a, b in zip(current_layers, attached, strict=True)
             )
-            if not same or any(moe.router.router_replay is not self._taps.get(layer) for layer, moe in now):
+            if not same or any(moe.router.router_replay is not self._taps.get(layer) for layer, moe in current_layers):
                 raise ReplayProofError(
                     "routers are no longer the ones the replayer was attached to: the model was rebuilt, or something "
                     "else took `router_replay`"

@@ -66,7 +66,7 @@ def decode_payload(
 
     Source: SGLang 0.5.23, request field `return_routed_experts`.
     """
-    wanted, columns = _columns(tuple(layer_ids), num_layers)
+    layers, columns = _columns(tuple(layer_ids), num_layers)
     sent, unsigned = _payload_types(dtype, num_experts)
     row_bytes = num_layers * top_k * sent.itemsize
     num_rows, expected_rows = _num_rows(payload, row_bytes), len(tokens) - 1 - start
@@ -81,7 +81,7 @@ def decode_payload(
                 f"(routed_experts_start_len={start})."
             ),
         )
-    experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
+    experts = np.empty((num_rows, len(layers), top_k), dtype=expert_dtype(num_experts))
     for first, flat in _parts(payload, num_rows, row_bytes):
         routes_TLK = flat.view(sent).reshape(-1, num_layers, top_k)[:, columns, :]
         # As an unsigned number, a negative id is above all others.
@@ -90,12 +90,12 @@ def decode_payload(
             raise RouteError(
                 "range",
                 "expert id out of range",
-                where=f"row {first + row}, layer {wanted[column]}",
+                where=f"row {first + row}, layer {layers[column]}",
                 got=int(routes_TLK[row, column, slot]),
                 expected=f"0..{num_experts - 1}",
             )
         experts[first : first + len(routes_TLK)] = routes_TLK
-    record = RouteRecord(experts=experts, layer_ids=wanted, num_experts=num_experts, token_digest=token_digest(tokens))
+    record = RouteRecord(experts=experts, layer_ids=layers, num_experts=num_experts, token_digest=token_digest(tokens))
     record.validate(expected_rows + 1, in_range=True)
     return record
 
@@ -103,10 +103,10 @@ def decode_payload(
 @lru_cache(maxsize=4)
 def _columns(layer_ids: tuple[int, ...], num_layers: int) -> tuple[tuple[int, ...], slice | list[int]]:
     """The layers, checked, and their columns in a payload. Raises `RouteError` (`layers`)."""
-    wanted = checked_layers(layer_ids, num_layers)
+    layers = checked_layers(layer_ids, num_layers)
     # Neighbouring columns are a view; others are a copy.
-    neighbours = wanted == tuple(range(wanted[0], wanted[-1] + 1))
-    return wanted, slice(wanted[0], wanted[-1] + 1) if neighbours else list(wanted)
+    neighbours = layers == tuple(range(layers[0], layers[-1] + 1))
+    return layers, slice(layers[0], layers[-1] + 1) if neighbours else list(layers)
 
 
 def _payload_types(name: str, num_experts: int) -> tuple[np.dtype, np.dtype]:

@@ -65,7 +65,7 @@ def decode_payload(
             that vLLM sends), `shape`, `rows` (too few or too many), `layers`, `range`,
             `duplicate` (as of rows that the server never filled, which are zeros).
     """
-    wanted = checked_layers(layer_ids, num_layers)
+    layers = checked_layers(layer_ids, num_layers)
     num_rows = int(np.asarray(tokens).shape[0]) - 1 - start
     if prompt_payload is None:
         parts = [(payload, num_rows)]
@@ -80,8 +80,8 @@ def decode_payload(
         # The prompt of an answer without tokens ends with a token that is not forwarded.
         num_first = min(num_prompt_tokens, num_rows)
         parts = [(prompt_payload, num_first), *([(payload, num_rows - num_first)] if num_rows > num_first else [])]
-    decoded = [moe_columns(_array(part), rows, (num_layers, top_k), wanted, num_experts) for part, rows in parts]
-    record = RouteRecord(np.concatenate(decoded), wanted, num_experts, token_digest(tokens))
+    decoded = [moe_columns(_array(part), rows, (num_layers, top_k), layers, num_experts) for part, rows in parts]
+    record = RouteRecord(np.concatenate(decoded), layers, num_experts, token_digest(tokens))
     record.validate(num_rows + 1)
     return record
 
@@ -115,10 +115,10 @@ def _npy_array(raw: bytes) -> np.ndarray:
     try:
         header = ast.literal_eval(raw[start : min(end, start + _MAX_HEADER)].decode("ascii").strip())
         descr, shape, by_columns = header["descr"], header["shape"], header["fortran_order"]
-        whole = all(type(size) is int and size >= 0 for size in shape)
+        has_sizes = all(type(size) is int and size >= 0 for size in shape)
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
         raise RouteError("payload", f"the header of the routes is damaged: {error}", got=f"{len(raw)} bytes") from error
-    if not isinstance(descr, str) or not isinstance(shape, tuple) or not whole or type(by_columns) is not bool:
+    if not isinstance(descr, str) or not isinstance(shape, tuple) or not has_sizes or type(by_columns) is not bool:
         raise RouteError("payload", "the header of the routes is damaged", got=header)
     named = _DESCR.fullmatch(descr)
     if named is None:

@@ -61,13 +61,13 @@ def bisect(config: Config, folder: Path) -> Check:
     num_layers = int(hf["num_hidden_layers"])
     ids = fixed_ids(int(hf["vocab_size"]))[:1]
     served = served_states(Served.of(config), folder, ids[0].tolist(), num_layers)
-    alone = config.learner.model_copy(update={"parallel": ParallelConfig()})
+    unsplit = config.learner.model_copy(update={"parallel": ParallelConfig()})
     dist.init_process_group(store=HashStore(), rank=0, world_size=1)
     try:
-        learner = build_learner(config.model_copy(update={"learner": alone}))
-        found = differences(served, learner_states(learner, ids, num_layers))
-        bound = BOUNDS[max(config.rollout.server.dtype, alone.dtype, key=[*BOUNDS].index)]
-        return verdict(found, 0.0 if config.exact else bound)
+        learner = build_learner(config.model_copy(update={"learner": unsplit}))
+        all_differences = differences(served, learner_states(learner, ids, num_layers))
+        bound = BOUNDS[max(config.rollout.server.dtype, unsplit.dtype, key=[*BOUNDS].index)]
+        return verdict(all_differences, 0.0 if config.exact else bound)
     finally:
         dist.destroy_process_group()
 
@@ -96,8 +96,8 @@ def where_they_differ(
     learner.export_checkpoint(str(weights))
     num_layers = int(read_hf_config(weights)["num_hidden_layers"])
     theirs = served(folder, token_ids, num_layers, weights=weights)
-    found = verdict(differences(theirs, learner_states(learner, torch.tensor([[*token_ids]]), num_layers)), 0.0)
-    return found.says if found.status == "fail" else "prefill of its text agrees to the last bit, so decoding differs"
+    check = verdict(differences(theirs, learner_states(learner, torch.tensor([[*token_ids]]), num_layers)), 0.0)
+    return check.says if check.status == "fail" else "prefill of its text agrees to the last bit, so decoding differs"
 
 
 def served_states(
@@ -136,19 +136,19 @@ async def _prefill(backend: ServerBackend, http: EngineHttp, token_ids: Sequence
 
 def learner_states(learner: Learner, ids_BT: Tensor, num_layers: int) -> Mapping[str, Tensor]:
     """As `served_states`, of one text in this learner; its last token is only a target, and has none."""
-    found: dict[str, Tensor] = {}
+    by_module: dict[str, Tensor] = {}
 
     def keep(names: tuple[str, str], module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         # A norm that is fused with the next operation does nothing here.
         states = zip(names, (args[0], output), strict=True) if output is not args[0] else [(names[0], args[0])]
-        found.update((name, state.detach().reshape(-1, state.shape[-1]).cpu().clone()) for name, state in states)
+        by_module.update((name, state.detach().reshape(-1, state.shape[-1]).cpu().clone()) for name, state in states)
 
     with ExitStack() as hooks:
         for name, module in learner.named_modules():
             if (names := around_norm(name, num_layers)) is not None:
                 hooks.callback(module.register_forward_hook(partial(keep, names)).remove)
         learner.score([batch_of(ids_BT)], [Native()], temperature=1.0)
-    return {name: state[: ids_BT.shape[1] - 1] for name, state in found.items()}
+    return {name: state[: ids_BT.shape[1] - 1] for name, state in by_module.items()}
 
 
 def differences(served: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> Iterator[Difference]:
@@ -160,10 +160,10 @@ def differences(served: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> 
             yield Difference(name, float(gap))
 
 
-def verdict(found: Iterator[Difference], bound: float) -> Check:
+def verdict(all_differences: Iterator[Difference], bound: float) -> Check:
     """The first difference beyond `bound` as a failed check, with the largest one before it."""
     largest, bits = Difference("none", 0.0), ""
-    for difference in found:
+    for difference in all_differences:
         if not difference.relative <= bound:
             says = (
                 f"{difference.name} differs first, by {difference.relative:.2g} of its size; before it at most "
@@ -171,7 +171,7 @@ def verdict(found: Iterator[Difference], bound: float) -> Check:
             )
             fix = "Compare this operation's weights and settings in both engines; what comes before it agrees."
             return Check("bisect", "fail", says, fix)
-        largest = max(largest, difference, key=lambda some: some.relative)
+        largest = max(largest, difference, key=lambda candidate: candidate.relative)
         bits = bits or (difference.name if difference.relative else "")
     first = f"; the first bits differ at {bits}" if bits else ", to the last bit"
     return Check("bisect", "ok", f"all hidden states agree, at most {largest.relative:.2g} apart{first}")

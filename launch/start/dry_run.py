@@ -75,15 +75,15 @@ def too_long(task: Task, rollout: RolloutConfig, evaluation: EvalConfig) -> list
     limit = min(positions, rollout.max_tokens or positions) if rollout.has_turns else positions
     answer = 1 if rollout.has_turns else rollout.max_new_tokens
     held_out = 1 if rollout.has_turns else evaluation.max_new_tokens or answer
-    found = [("training", answer, task.num_train, task.longer_than(limit - answer))]
+    limits = [("training", answer, task.num_train, task.longer_than(limit - answer))]
     for name, prompts in task.eval_sets().items():
         long = [prompt for prompt in prompts if len(prompt.token_ids) > limit - held_out]
-        found.append((f"held-out {name}".strip(), held_out, len(prompts), long))
+        limits.append((f"held-out {name}".strip(), held_out, len(prompts), long))
     return [
         f"{len(long)} of {number} {which} prompts leave no room for {new} new tokens in {limit}, and will be rejected: "
         + ", ".join(f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in long[:MOST_TOLD])
         + (f" and {len(long) - MOST_TOLD} more" if len(long) > MOST_TOLD else "")
-        for which, new, number, long in found
+        for which, new, number, long in limits
         if long
     ]
 

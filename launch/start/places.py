@@ -105,17 +105,17 @@ def _temporary(folder: Path) -> None:
 
 def _writable(key: str, folder: Path) -> None:
     """A file can be made in `folder`, or in the nearest folder above it that is there; nothing stays."""
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(
             "the run cannot write there",
             where=key,
-            got=f"{folder} ({error.strerror}: {there})",
+            got=f"{folder} ({error.strerror}: {existing})",
             expected="a folder that can be made and written",
             fix=f"Set {key.split()[-1]} to another folder, or give this user the right to write.",
         ) from error

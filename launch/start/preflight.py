@@ -73,8 +73,12 @@ def _layout_so_far(checkpoint: CheckpointConfig, run_dir: Path) -> str | None:
     A checkpoint that cannot be read is refused or skipped later, with the reason. One from before there were packs has
     padded rows.
     """
-    resume, own = checkpoint.resume, CheckpointFolder(folder_of(checkpoint, run_dir))
-    paths = [own.path(step) for step in own.steps()] if resume == "auto" else [Path(resume)] * (resume != "never")
+    resume, checkpoints = checkpoint.resume, CheckpointFolder(folder_of(checkpoint, run_dir))
+    paths = (
+        [checkpoints.path(step) for step in checkpoints.steps()]
+        if resume == "auto"
+        else [Path(resume)] * (resume != "never")
+    )
     for path in paths:
         with suppress(CheckpointError):
             return str(read_manifest(path).config.get("batch", {}).get("layout", "padded"))
@@ -117,11 +121,11 @@ def check_launch(
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
     if config.record.bundle and not restarted:
-        own = CheckpointFolder(folder_of(config.checkpoint, Path(config.run_dir) / config.name)).steps()
+        saved_steps = CheckpointFolder(folder_of(config.checkpoint, Path(config.run_dir) / config.name)).steps()
         check_not_anothers(
             Path(config.record.bundle),
             (config.run_dir, config.name),
-            goes_on=bool(own) and config.checkpoint.resume != "never",
+            goes_on=bool(saved_steps) and config.checkpoint.resume != "never",
         )
 
 

@@ -81,7 +81,7 @@ class Corrected:
         size = kwargs.pop("batch_size", None) or len(input_ids)
         forward = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         if not self._replays(model):
-            found = forward(model, input_ids, attention_mask, *args, batch_size=size, **kwargs)
+            outputs = forward(model, input_ids, attention_mask, *args, batch_size=size, **kwargs)
         else:
             # One context covers one forward.
             parts = []
@@ -89,11 +89,11 @@ class Corrected:
                 ids, mask = input_ids[start : start + size], attention_mask[start : start + size]
                 with self._replayed(model, ids, mask):
                     parts.append(forward(model, ids, mask, *args, **kwargs))
-            found = parts[0] if len(parts) == 1 else _joined(parts)
+            outputs = parts[0] if len(parts) == 1 else _joined(parts)
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending["advantages"] = self._corrected_advantages(pending, found[0].detach())
-        return found
+            pending["advantages"] = self._corrected_advantages(pending, outputs[0].detach())
+        return outputs
 
     def _corrected_advantages(self, inputs: Mapping[str, Any], current: Tensor) -> Tensor:
         """`[B, R]` advantages times weights, 0 on tokens that are dropped."""
@@ -108,17 +108,18 @@ class Corrected:
         mask = inputs["completion_mask"].bool()
         mask = mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
         # TRL writes NaN where the engine sent none. Such a row is dropped and counted, never filled in.
-        whole = (sampled.isfinite() | ~mask).all(dim=1)
+        complete = (sampled.isfinite() | ~mask).all(dim=1)
         old = inputs.get("old_per_token_logps")
         old = current if old is None else old
         advantages = inputs["advantages"]
         advantages_BR = (advantages[:, None] if advantages.ndim == 1 else advantages).expand_as(current)
-        ratios = LogRatios(sampled, old if self._fresh else None, current, mask & whole[:, None], old)
+        ratios = LogRatios(sampled, old if self._fresh else None, current, mask & complete[:, None], old)
         evidence = Evidence(ratios, advantages_BR)
         correction = self._judge(evidence)
         parts = (correction.metrics, diagnostics.metrics(evidence), diagnostics.acceptance(evidence, correction))
         self._log_metrics(
-            summable.finalize(summable.add(parts)) | {"records/no_logprobs_fraction": 1.0 - float(whole.float().mean())}
+            summable.finalize(summable.add(parts))
+            | {"records/no_logprobs_fraction": 1.0 - float(complete.float().mean())}
         )
         corrected: Tensor = advantages_BR * torch.where(correction.keep, correction.weights, 0.0)
         return corrected.to(advantages_BR.dtype)
@@ -129,8 +130,8 @@ class Corrected:
         rows = Rows.padded(attention_mask)
         digests = [token_digest(ids.cpu().numpy()) for ids in rows.sequences(input_ids)]
         records = [self._routes.get(digest) for digest in digests]
-        own: Any = self
-        inner = own.accelerator.unwrap_model(model)
+        trainer: Any = self
+        inner = trainer.accelerator.unwrap_model(model)
         with replay(inner, records, input_ids, rows, max_local_flip_rate=self._max_local_flip_rate) as replayed:
             yield
         report = replayed.report
@@ -140,26 +141,26 @@ class Corrected:
 
     def _replays(self, model: Any) -> bool:
         """A reference model keeps its own routes."""
-        own: Any = self
-        unwrap = own.accelerator.unwrap_model
-        return self._routes is not None and unwrap(model) is unwrap(own.model)
+        trainer: Any = self
+        unwrap = trainer.accelerator.unwrap_model
+        return self._routes is not None and unwrap(model) is unwrap(trainer.model)
 
     def _log_metrics(self, metrics: Mapping[str, float]) -> None:
-        own: Any = self
+        trainer: Any = self
         for name, value in metrics.items():
-            own._metrics["train" if own.model.training else "eval"][name].append(value)
+            trainer._metrics["train" if trainer.model.training else "eval"][name].append(value)
 
     def _check_settings(self) -> None:
-        own: Any = self
-        weighs = [one.rule.name for one in self._rules if one.weighs]
+        trainer: Any = self
+        weighs = [rule.rule.name for rule in self._rules if rule.weighs]
         refused = [
-            (own.use_vllm and own.vllm_importance_sampling_correction and bool(weighs),
+            (trainer.use_vllm and trainer.vllm_importance_sampling_correction and bool(weighs),
              "vllm_importance_sampling_correction", f"True beside {', '.join(weighs)}",
              "False: the ratio would be counted twice"),
-            (own.loss_type == "vespo", "loss_type", "vespo", "a loss that is proportional to the advantages"),
-            (bool(getattr(own.args, "use_liger_kernel", False)), "use_liger_kernel", True,
+            (trainer.loss_type == "vespo", "loss_type", "vespo", "a loss that is proportional to the advantages"),
+            (bool(getattr(trainer.args, "use_liger_kernel", False)), "use_liger_kernel", True,
              "False: its loss asks for no log-probs"),
-            (self._routes is not None and own.beta != 0.0 and own.ref_model is None, "beta", own.beta,
+            (self._routes is not None and trainer.beta != 0.0 and trainer.ref_model is None, "beta", trainer.beta,
              "0 with routes and an adapter: the reference is the same module, and would be replayed"),
         ]  # fmt: skip
         for wrong, setting, got, expected in refused:

@@ -203,12 +203,12 @@ def _check_batch(tensors: Any, settings: Any) -> None:
 
 def _check_known(bound: tuple[BoundRule, ...], loss: BoundLoss, bypass: bool) -> None:
     ratio = "total" if bypass else "update"
-    for one in bound:
-        if one.ratio != ratio:
+    for rule in bound:
+        if rule.ratio != ratio:
             raise ConfigError(
-                f"rule {one.rule.name} reads a ratio that verl's policy losses are not told",
+                f"rule {rule.rule.name} reads a ratio that verl's policy losses are not told",
                 where=_WHERE,
-                got=f"ratio={one.ratio} with bypass={bypass}",
+                got=f"ratio={rule.ratio} with bypass={bypass}",
                 expected=f"ratio={ratio}",
                 fix="give the rule that ratio; rules on `merged` belong in `rollout_correction`",
             )
@@ -220,7 +220,7 @@ def _check_known(bound: tuple[BoundRule, ...], loss: BoundLoss, bypass: bool) ->
             got=", ".join(needs) or f"ratio={loss.ratio} with bypass={bypass}",
             expected=f"a loss on {ratio}, of log-probs and advantages alone",
         )
-    again = [one.rule.name for one in bound if one.weighs and PARTS[one.ratio] & loss.contains]
+    again = [rule.rule.name for rule in bound if rule.weighs and PARTS[rule.ratio] & loss.contains]
     if again:
         raise ConfigError(
             f"the ratio would be counted twice: loss {loss.loss.name} contains it already",

@@ -71,9 +71,13 @@ def advantages_by_part(
     rewards_ND = np.array([[part[name] for name in names] for part in parts], np.float64).reshape(
         len(parts), len(names)
     )
-    chosen = np.array([weights.get(name, 1.0) for name in names])
+    weights_N = np.array([weights.get(name, 1.0) for name in names])
     return estimators.gdpo(
-        rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or ADVANTAGES[GDPO].lone or "zero"
+        rewards_ND,
+        np.asarray(group_ids),
+        weights_N,
+        np.asarray(num_tokens),
+        lone=lone or ADVANTAGES[GDPO].lone or "zero",
     )
 
 
@@ -86,11 +90,11 @@ def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:
     """
     groups = Groups(group_ids)
     several = groups.size > 1
-    chosen = np.asarray(rewards, np.float64)[several]
-    if not len(chosen) or np.ptp(chosen) == 0:
+    values = np.asarray(rewards, np.float64)[several]
+    if not len(values) or np.ptp(values) == 0:
         return {}
-    left = estimators.rloo(chosen, np.asarray(group_ids)[several])
-    return {"reward/explained_variance": float(1 - left.var() / chosen.var())}
+    advantages = estimators.rloo(values, np.asarray(group_ids)[several])
+    return {"reward/explained_variance": float(1 - advantages.var() / values.var())}
 
 
 def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_std: bool, _lone: Lone) -> Array:

@@ -125,15 +125,15 @@ def opob(rewards: Array, group_ids: Array, log_weights: Array, energies: Array, 
     """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     log_weights = np.asarray(log_weights, np.float64)
-    known = np.isfinite(log_weights)
+    finite = np.isfinite(log_weights)
     top = np.full(groups.index.max(initial=-1) + 1, -np.inf)
-    np.maximum.at(top, groups.index[known], log_weights[known])
-    gap = np.where(known, log_weights, 0.0) - np.where(known, top[groups.index], 0.0)
-    weight = np.where(known, np.exp(2 * gap) * np.asarray(energies, np.float64), 0.0)
+    np.maximum.at(top, groups.index[finite], log_weights[finite])
+    gap = np.where(finite, log_weights, 0.0) - np.where(finite, top[groups.index], 0.0)
+    weight = np.where(finite, np.exp(2 * gap) * np.asarray(energies, np.float64), 0.0)
     result = rewards - groups.sum(weight * rewards) / (groups.sum(weight) + 1e-8)
-    result = np.where(groups.sum(known.astype(np.float64)) > 0, result, 0.0)
-    alone = rewards if lone == "reward" else np.zeros_like(rewards)
-    return np.where(groups.size == 1, alone, result)
+    result = np.where(groups.sum(finite.astype(np.float64)) > 0, result, 0.0)
+    lone_values = rewards if lone == "reward" else np.zeros_like(rewards)
+    return np.where(groups.size == 1, lone_values, result)
 
 
 def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0, lone: Lone = "zero") -> Array:

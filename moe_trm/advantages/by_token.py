@@ -56,8 +56,8 @@ def otb(rewards: Array, group_ids: Array, energies: Sequence[Array], *, lone: Lo
         baseline = (rewards[members][:, None] * weight).sum(axis=0) / (weight.sum(axis=0) + 1e-8)
         baseline[running.sum(axis=0) == 1] = 0.0
         for i in members:
-            alone = len(members) == 1 and lone == "zero"
-            result[i] = np.zeros(len(energies[i])) if alone else rewards[i] - baseline[: len(energies[i])]
+            lone_is_zero = len(members) == 1 and lone == "zero"
+            result[i] = np.zeros(len(energies[i])) if lone_is_zero else rewards[i] - baseline[: len(energies[i])]
     return result
 
 
@@ -87,14 +87,14 @@ def turn_grpo(
         turns: `[S]` turn of each token of each row; only their order counts.
     """
     rewards, group_ids = np.asarray(rewards, np.float64), np.asarray(group_ids)
-    ranks = [np.unique(own, return_inverse=True)[1] for own in turns]
-    counts = np.array([int(own.max(initial=-1)) + 1 for own in ranks], np.int64)
-    result: list[Array] = [np.zeros(len(own)) for own in turns]
+    ranks = [np.unique(row_turns, return_inverse=True)[1] for row_turns in turns]
+    counts = np.array([int(row_turns.max(initial=-1)) + 1 for row_turns in ranks], np.int64)
+    result: list[Array] = [np.zeros(len(row_turns)) for row_turns in turns]
     for turn in range(int(counts.max(initial=0))):
-        there = np.flatnonzero(counts > turn)
-        returns = rewards[there] * discount ** (counts[there] - 1 - turn)
-        values = grpo(returns, group_ids[there], normalize_std=normalize_std, lone=lone)
-        for i, value in zip(there, values, strict=True):
+        rows = np.flatnonzero(counts > turn)
+        returns = rewards[rows] * discount ** (counts[rows] - 1 - turn)
+        values = grpo(returns, group_ids[rows], normalize_std=normalize_std, lone=lone)
+        for i, value in zip(rows, values, strict=True):
             result[i][ranks[i] == turn] = value
     return result
 

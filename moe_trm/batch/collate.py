@@ -86,10 +86,10 @@ def _versions(record: RolloutRecord) -> tuple[int, int]:
 
 def _rewards(records: list[RolloutRecord], rows: int) -> torch.Tensor | None:
     """Reward of each row, 0 on padding rows; None where a record has none, which is in batches that do not train."""
-    known = [record.reward for record in records if record.reward is not None]
-    if len(known) < len(records):
+    rewards = [record.reward for record in records if record.reward is not None]
+    if len(rewards) < len(records):
         return None
-    return torch.tensor(known + [0.0] * (rows - len(known)), dtype=torch.float32)
+    return torch.tensor(rewards + [0.0] * (rows - len(rewards)), dtype=torch.float32)
 
 
 def _scored(records: list[RolloutRecord]) -> np.ndarray:
@@ -115,8 +115,8 @@ def _sample_tokens(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
     """Scored tokens of the sample of each row; None where every row is a whole sample."""
     if all(row.sample_tokens is None for row in rows):
         return None
-    own = [row.record.num_scored if row.sample_tokens is None else row.sample_tokens for row in rows]
-    return torch.tensor(own, dtype=torch.int64)
+    num_tokens = [row.record.num_scored if row.sample_tokens is None else row.sample_tokens for row in rows]
+    return torch.tensor(num_tokens, dtype=torch.int64)
 
 
 def _weights(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:

@@ -57,12 +57,12 @@ def _shares(
     lengths: Sequence[int], order: Sequence[int], num_ranks: int, num_micro: int, budget: int
 ) -> list[list[Bin]]:
     """`num_micro` micro-batches for each rank: in turn, the costliest left for the rank that has least so far."""
-    wanted = num_ranks * num_micro
-    bins = _split(lengths, _runs(lengths, order, _smallest_limit(lengths, order, wanted, budget)), wanted)
+    num_bins = num_ranks * num_micro
+    bins = _split(lengths, _runs(lengths, order, _smallest_limit(lengths, order, num_bins, budget)), num_bins)
     bins.sort(key=lambda rows: -cost(lengths, rows))
     shares: list[list[Bin]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for start in range(0, wanted, num_ranks):
+    for start in range(0, num_bins, num_ranks):
         lightest_first = sorted(range(num_ranks), key=lambda rank: loads[rank])
         for rank, rows in zip(lightest_first, bins[start : start + num_ranks], strict=True):
             shares[rank].append(rows)
@@ -80,20 +80,20 @@ def _runs(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[Bin]
     return runs
 
 
-def _smallest_limit(lengths: Sequence[int], order: Sequence[int], wanted: int, budget: int) -> int:
-    """The smallest limit at which `_runs` makes at most `wanted` runs."""
+def _smallest_limit(lengths: Sequence[int], order: Sequence[int], num_bins: int, budget: int) -> int:
+    """The smallest limit at which `_runs` makes at most `num_bins` runs."""
     low, high = lengths[order[0]] if order else budget, budget
     while low < high:
         middle = (low + high) // 2
-        if len(_runs(lengths, order, middle)) <= wanted:
+        if len(_runs(lengths, order, middle)) <= num_bins:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _split(lengths: Sequence[int], bins: Sequence[Bin], wanted: int) -> list[Bin]:
-    """`wanted` bins: again and again the cut that saves most padding, and empty bins once every bin has one row.
+def _split(lengths: Sequence[int], bins: Sequence[Bin], num_bins: int) -> list[Bin]:
+    """`num_bins` bins: again and again the cut that saves most padding, and empty bins once every bin has one row.
 
     Where several cuts save the same, the last one is made. A bin is known by its first row's place among all rows.
     """
@@ -101,7 +101,7 @@ def _split(lengths: Sequence[int], bins: Sequence[Bin], wanted: int) -> list[Bin
     bin_at = dict(zip(places, bins, strict=False))
     cuts = [_best_cut(lengths, rows, place) for place, rows in bin_at.items() if len(rows) > 1]
     heapify(cuts)
-    while cuts and len(bin_at) < wanted:
+    while cuts and len(bin_at) < num_bins:
         _, last, later = heappop(cuts)
         place, at = -last, -later
         rows = bin_at[place]
@@ -109,7 +109,7 @@ def _split(lengths: Sequence[int], bins: Sequence[Bin], wanted: int) -> list[Bin
             bin_at[begin] = part
             if len(part) > 1:
                 heappush(cuts, _best_cut(lengths, part, begin))
-    return [bin_at[place] for place in sorted(bin_at)] + [[] for _ in range(wanted - len(bin_at))]
+    return [bin_at[place] for place in sorted(bin_at)] + [[] for _ in range(num_bins - len(bin_at))]
 
 
 def _best_cut(lengths: Sequence[int], rows: Bin, place: int) -> tuple[int, int, int]:

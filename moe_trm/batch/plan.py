@@ -71,8 +71,8 @@ def on_one_rank(
 ) -> tuple[MicroBatch, ...]:
     """Micro-batches of rows that stay on their rank, at least one. The settings are those of `plan_step`."""
     ordered = sorted(rows, key=lambda row: -row.record.num_tokens)
-    [own] = _shares(ordered, 1, micro_batch_rows, micro_batch_tokens, packed=packed)
-    return own
+    [micro_batches] = _shares(ordered, 1, micro_batch_rows, micro_batch_tokens, packed=packed)
+    return micro_batches
 
 
 def compares_groups(loss: LossConfig, rollout: RolloutConfig, agent: AgentConfig) -> bool:
@@ -128,10 +128,10 @@ def plan_metrics(
 
 def _together(rows: Sequence[TrainRow], unit: Callable[[TrainRow], int]) -> list[list[TrainRow]]:
     """The rows of each unit, in the order in which these come first."""
-    found: dict[int, list[TrainRow]] = {}
+    units: dict[int, list[TrainRow]] = {}
     for row in rows:
-        found.setdefault(unit(row), []).append(row)
-    return list(found.values())
+        units.setdefault(unit(row), []).append(row)
+    return list(units.values())
 
 
 def _shares(

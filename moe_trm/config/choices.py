@@ -94,9 +94,9 @@ def settle_here(
         choices.append(Choice("learner.transformer_engine", switch, reason))
         learner = learner.model_copy(update={"transformer_engine": switch})
     if batch.layout == "auto":
-        chosen, reason = batch_layout(learner, cuda=cuda, known_model=known_model, layout_so_far=layout_so_far)
-        choices.append(Choice("batch.layout", chosen, reason))
-        batch = batch.model_copy(update={"layout": chosen})
+        layout, reason = batch_layout(learner, cuda=cuda, known_model=known_model, layout_so_far=layout_so_far)
+        choices.append(Choice("batch.layout", layout, reason))
+        batch = batch.model_copy(update={"layout": layout})
     if rollout.server.device == "auto" and rollout.starts_server:
         device, reason = server_device(rollout.server, cuda=cuda)
         choices.append(Choice("rollout.server.device", device, reason))

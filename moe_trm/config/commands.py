@@ -72,17 +72,19 @@ def _source(key: str, sources: Mapping[str, str]) -> str:
 
 def _explain(key: str | None) -> int:
     if key is None:
-        for each in walk():
-            if each.section is None:
-                print(f"{each.path}  ({each.type_text}; {_default(each)})\n    {each.doc}")
+        for field in walk():
+            if field.section is None:
+                print(f"{field.path}  ({field.type_text}; {_default(field)})\n    {field.doc}")
         return 0
     setting = lookup(key)
     if setting is None:
-        found = suggest(key)
+        suggestion = suggest(key)
         raise ConfigError(
             "unknown key",
             where=key,
-            fix=f"did you mean {found}?" if found else "`moe-trm config explain` without a key lists them all",
+            fix=f"did you mean {suggestion}?"
+            if suggestion
+            else "`moe-trm config explain` without a key lists them all",
         )
     print(f"{setting.path}\n  {setting.doc}\n  type:    {setting.type_text}")
     if setting.section is None:

@@ -102,8 +102,8 @@ def rules_of(correction: CorrectionConfig) -> list[RuleSpec]:
 
 def ratio_of(name: str, thresholds: Mapping[str, float | str]) -> str | None:
     """The ratio that a correction reads; None: a rule of the user's own that does not say it here."""
-    own = CORRECTIONS[name].ratio if name in CORRECTIONS else None
-    return str(thresholds["ratio"]) if "ratio" in thresholds else own
+    built_in_ratio = CORRECTIONS[name].ratio if name in CORRECTIONS else None
+    return str(thresholds["ratio"]) if "ratio" in thresholds else built_in_ratio
 
 
 def contradictions(
@@ -111,24 +111,24 @@ def contradictions(
     loss: LossConfig,
     recovery: Recovery,
     rules: Sequence[RuleFacts],
-    chosen: LossFacts | None,
+    loss_facts: LossFacts | None,
 ) -> Iterator[Problem]:
     """Contradictions between corrections, the loss and `recovery`, which says what is known of the weights that
     sampled.
 
-    `rules`: those that are known, of the preset and of `correction.rules`. `chosen`: the loss, None where it is not
+    `rules`: those that are known, of the preset and of `correction.rules`. `loss_facts`: the loss, None where it is not
     known.
     """
     yield from _thresholds(correction)
     yield from _loss(loss, preset_of(correction), correction.preset)
     yield from _known(correction, recovery, rules)
-    yield from _whole_minibatch(correction, recovery, rules, chosen)
+    yield from _whole_minibatch(correction, recovery, rules, loss_facts)
     own_names, preset = {rule.name for rule in correction.rules}, preset_of(correction)
     of_preset = [name for name, _ in (preset.rules if preset else ()) if name not in own_names]
     origin = f" (of correction.preset={correction.preset}: {', '.join(of_preset)})" if of_preset else ""
-    yield from (replace(problem, got=f"{problem.got}{origin}") for problem in _counted_once(rules, chosen))
-    own = len(rules) < len(rules_of(correction))
-    if correction.batch_normalize != "off" and not own and not any(rule.weighs for rule in rules):
+    yield from (replace(problem, got=f"{problem.got}{origin}") for problem in _counted_once(rules, loss_facts))
+    has_unknown_rules = len(rules) < len(rules_of(correction))
+    if correction.batch_normalize != "off" and not has_unknown_rules and not any(rule.weighs for rule in rules):
         yield Problem(
             "correction.batch_normalize",
             "there are no weights to normalise",
@@ -233,29 +233,29 @@ def _known(correction: CorrectionConfig, recovery: Recovery, rules: Sequence[Rul
 
 
 def _whole_minibatch(
-    correction: CorrectionConfig, recovery: Recovery, rules: Sequence[RuleFacts], chosen: LossFacts | None
+    correction: CorrectionConfig, recovery: Recovery, rules: Sequence[RuleFacts], loss: LossFacts | None
 ) -> Iterator[Problem]:
     """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked
     at.
     """
-    whole = [rule.name for rule in rules if rule.scope == "batch"]
-    whole += [f"loss {chosen.name}"] if chosen and chosen.scope == "batch" else []
-    whole += ["batch_normalize"] if correction.batch_normalize != "off" else []
-    if recovery == "interpolate" and whole:
+    batch_methods = [rule.name for rule in rules if rule.scope == "batch"]
+    batch_methods += [f"loss {loss.name}"] if loss and loss.scope == "batch" else []
+    batch_methods += ["batch_normalize"] if correction.batch_normalize != "off" else []
+    if recovery == "interpolate" and batch_methods:
         yield Problem(
             "pipeline.behavior",
             "an interpolated anchor is not known before the update, and these look at the whole minibatch before it",
-            got=f"interpolate with {', '.join(whole)}",
+            got=f"interpolate with {', '.join(batch_methods)}",
             expected="snapshot, merged or bypass",
         )
 
 
-def _counted_once(rules: Sequence[RuleFacts], chosen: LossFacts | None) -> Iterator[Problem]:
+def _counted_once(rules: Sequence[RuleFacts], loss: LossFacts | None) -> Iterator[Problem]:
     """Each part of the total ratio may enter the coefficient of a token once: in the loss, or as the weight of one
     rule.
     """
-    held = dict.fromkeys(chosen.contains, f"loss {chosen.name}") if chosen else {}
-    for rule in (one for one in rules if one.weighs):
+    held = dict.fromkeys(loss.contains, f"loss {loss.name}") if loss else {}
+    for rule in (candidate for candidate in rules if candidate.weighs):
         parts = PARTS.get(rule.ratio, frozenset())
         again = [part for part in ("engine", "lag", "update") if part in parts and part in held]
         if again:

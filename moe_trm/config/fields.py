@@ -54,8 +54,8 @@ def lookup(path: str) -> Setting | None:
 
     Keys of a free mapping have none.
     """
-    wanted = starred(path)
-    return next((setting for setting in walk() if setting.path == wanted), None)
+    pattern = starred(path)
+    return next((setting for setting in walk() if setting.path == pattern), None)
 
 
 def starred(path: str) -> str:
@@ -99,8 +99,8 @@ def type_text(annotation: Any) -> str:
     if origin is typing.Annotated:
         return _bounded(arguments[0], arguments[1:])
     if origin in (typing.Union, types.UnionType):
-        others = [type_text(argument) for argument in arguments if argument is not type(None)]
-        return " or ".join([*others, "none"] if type(None) in arguments else others)
+        type_names = [type_text(argument) for argument in arguments if argument is not type(None)]
+        return " or ".join([*type_names, "none"] if type(None) in arguments else type_names)
     if origin is tuple:
         if arguments[-1] is Ellipsis:
             return f"list of {type_text(arguments[0])}"
@@ -125,11 +125,11 @@ def _bounded(annotation: Any, metadata: Sequence[Any]) -> str:
 
 def _bounds(metadata: typing.Iterable[Any]) -> str:
     """`> 0, <= 1` of annotated_types objects, which may stand alone or inside a FieldInfo."""
-    found: list[str] = []
+    bounds: list[str] = []
     for item in metadata:
         if isinstance(item, FieldInfo):
-            found.append(_bounds(item.metadata))
+            bounds.append(_bounds(item.metadata))
         for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
             if hasattr(item, name) and not isinstance(item, FieldInfo):
-                found.append(f"{sign} {getattr(item, name):g}")
-    return ", ".join(text for text in found if text)
+                bounds.append(f"{sign} {getattr(item, name):g}")
+    return ", ".join(text for text in bounds if text)

@@ -40,8 +40,8 @@ class LearningRate:
     @property
     def final_steps(self) -> int:
         """F: steps over which `wsd` goes down."""
-        chosen = self.settings.final_steps
-        return max(1, round(0.1 * self.num_steps)) if chosen is None else chosen
+        configured = self.settings.final_steps
+        return max(1, round(0.1 * self.num_steps)) if configured is None else configured
 
     def _height(self, step: int) -> float:
         """Between 1 (`lr`) and 0 (`min_lr`)."""

@@ -90,7 +90,9 @@ def resolve(path: str | Path, overrides: Sequence[str] = (), *, here: FurtherChe
         except InvalidOverrideError as error:
             problems.append(error.problem)
             continue
-        sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
+        sources = {
+            source_key: source for source_key, source in sources.items() if not f"{source_key}.".startswith(f"{key}.")
+        }
         sources |= dict.fromkeys(_leaves(value, key), "override")
     leaves = _leaves(data)
     problems += [

@@ -31,7 +31,7 @@ def stages_of(layout: str) -> tuple[str, ...]:
     """
     written_out = layout.replace(",", "")
     for repeat in _REPEATS:
-        written_out = repeat.sub(lambda found: found[1] * int(found[2]), written_out)
+        written_out = repeat.sub(lambda match: match[1] * int(match[2]), written_out)
     return tuple(written_out.split("|"))
 
 
@@ -42,21 +42,21 @@ def uneven_settings(parallel: ParallelConfig) -> list[str]:
 
 def problems(parallel: ParallelConfig) -> Iterator[Problem]:
     """Contradictions between the settings of the stages, whatever the model."""
-    chosen = uneven_settings(parallel)
-    if chosen and parallel.pipeline == 1:
+    names = uneven_settings(parallel)
+    if names and parallel.pipeline == 1:
         yield Problem(
-            f"learner.parallel.{chosen[0]}",
+            f"learner.parallel.{names[0]}",
             "layers are shared between stages, and there is one",
             got="learner.parallel.pipeline=1",
             expected="learner.parallel.pipeline of at least 2",
         )
         return
-    kinds = [[name for name in kind if name in chosen] for kind in (SIZES, COUNTED, (LAYOUT,))]
+    kinds = [[name for name in kind if name in names] for kind in (SIZES, COUNTED, (LAYOUT,))]
     if sum(map(bool, kinds)) > 1:
         yield Problem(
-            f"learner.parallel.{chosen[-1]}",
+            f"learner.parallel.{names[-1]}",
             "the layers of a stage are said in two ways",
-            got=", ".join(chosen),
+            got=", ".join(names),
             expected="first_stage_layers and last_stage_layers, or account_for_embedding and account_for_loss, "
             "or pipeline_layout",
         )
@@ -105,14 +105,14 @@ def _of_ends(stages: tuple[str, ...], layout: str) -> Iterator[Problem]:
 
 
 def _of_ranks(parallel: ParallelConfig, stages: tuple[str, ...], layout: str) -> Iterator[Problem]:
-    ranks, each = parallel.pipeline, parallel.virtual_pipeline
-    if len(stages) % ranks or (each is not None and len(stages) != ranks * each):
-        wanted = f"a multiple of {ranks}" if each is None else f"{ranks * each}"
+    ranks, virtual = parallel.pipeline, parallel.virtual_pipeline
+    if len(stages) % ranks or (virtual is not None and len(stages) != ranks * virtual):
+        multiple = f"a multiple of {ranks}" if virtual is None else f"{ranks * virtual}"
         yield Problem(
             _KEY,
             "stages do not divide over the pipeline ranks",
-            got=f"{len(stages)} stages in {layout!r}, pipeline={ranks}, virtual_pipeline={each or 'none'}",
-            expected=f"{wanted} stages",
+            got=f"{len(stages)} stages in {layout!r}, pipeline={ranks}, virtual_pipeline={virtual or 'none'}",
+            expected=f"{multiple} stages",
         )
         return
     for rank in range(ranks):

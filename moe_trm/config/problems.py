@@ -53,14 +53,14 @@ def from_validation(error: ValidationError) -> list[Problem]:
 
 def suggest(path: str) -> str:
     """The known keys that resemble an unknown one: misspelt, or right but in another section."""
-    known = [setting.path for setting in walk()]
+    paths = [setting.path for setting in walk()]
     parent, _, leaf = path.rpartition(".")
-    siblings = [key for key in known if key.rpartition(".")[0] == starred(parent)]
+    siblings = [key for key in paths if key.rpartition(".")[0] == starred(parent)]
     close = difflib.get_close_matches(leaf, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6)
     if close:
         return f"{parent}.{close[0]}" if parent else close[0]
-    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
-    return " or ".join(elsewhere[:3] or difflib.get_close_matches(starred(path), known, n=1, cutoff=0.7))
+    elsewhere = [key for key in paths if key.rpartition(".")[2] == leaf]
+    return " or ".join(elsewhere[:3] or difflib.get_close_matches(starred(path), paths, n=1, cutoff=0.7))
 
 
 def _problem(details: Any) -> Problem:
@@ -69,14 +69,14 @@ def _problem(details: Any) -> Problem:
     if kind == "extra_forbidden" and key in REMOVED:
         return Problem(key, "no longer a setting", fix=f"leave it out: {REMOVED[key]}")
     if kind == "extra_forbidden":
-        found = suggest(key)
+        suggestion = suggest(key)
         parent = lookup(key.rpartition(".")[0]) if "." in key else None
         names = ", ".join(parent.section.model_fields) if parent and parent.section else ""
         return Problem(
             key,
             "unknown key",
-            fix=f"did you mean {found}?"
-            if found
+            fix=f"did you mean {suggestion}?"
+            if suggestion
             else (f"known here: {names}" if names else "see `moe-trm config explain`"),
         )
     setting = lookup(key)
@@ -104,6 +104,6 @@ def _shown(key: str, value: object) -> str:
 
 def refuse(where: str, problems: Iterable[Problem]) -> None:
     """Raise `InvalidConfigError` when there is any problem."""
-    found = list(problems)
-    if found:
-        raise InvalidConfigError(where, found)
+    problem_list = list(problems)
+    if problem_list:
+        raise InvalidConfigError(where, problem_list)

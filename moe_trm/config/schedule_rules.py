@@ -44,23 +44,23 @@ def idle(
 
 
 def _age(pipeline: PipelineConfig) -> Iterator[Problem]:
-    given, every = pipeline.max_staleness, pipeline.push_every
-    if given is None:
+    max_staleness, push_every = pipeline.max_staleness, pipeline.push_every
+    if max_staleness is None:
         return
-    if pipeline.mode != "async" and given != pipeline.default_staleness:
+    if pipeline.mode != "async" and max_staleness != pipeline.default_staleness:
         yield Problem(
             "pipeline.max_staleness",
             f"pipeline.mode={pipeline.mode} fixes the age of its samples",
-            got=str(given),
+            got=str(max_staleness),
             expected=f"none, or {pipeline.default_staleness}",
             fix="leave it out, or set pipeline.mode=async",
         )
-    if pipeline.mode == "async" and given < every - 1:
+    if pipeline.mode == "async" and max_staleness < push_every - 1:
         yield Problem(
             "pipeline.max_staleness",
             "the last step before a push could train nothing: the newest weights that sample are older than the bound",
-            got=f"{given} with pipeline.push_every={every}",
-            expected=f"at least {every - 1}",
+            got=f"{max_staleness} with pipeline.push_every={push_every}",
+            expected=f"at least {push_every - 1}",
             fix="raise it, or lower pipeline.push_every",
         )
 
@@ -68,20 +68,20 @@ def _age(pipeline: PipelineConfig) -> Iterator[Problem]:
 def _pushes(
     pipeline: PipelineConfig, train: TrainConfig, rollout: RolloutConfig, task: TaskConfig
 ) -> Iterator[Problem]:
-    every, evaluated = pipeline.push_every, train.eval_every
-    if rollout.colocate and every > 1:
+    push_every, evaluated = pipeline.push_every, train.eval_every
+    if rollout.colocate and push_every > 1:
         yield Problem(
             "rollout.colocate",
             "an engine that lends its memory to the learner gets it back with a push, which not every step makes",
-            got=f"true with pipeline.push_every={every}",
+            got=f"true with pipeline.push_every={push_every}",
             expected="pipeline.push_every=1",
         )
-    if evaluated % every and rollout.traits.has_weights and task.has_evaluation:
+    if evaluated % push_every and rollout.traits.has_weights and task.has_evaluation:
         yield Problem(
             "train.eval_every",
             "the engine is evaluated, which has the learner's weights only after a push",
-            got=f"{evaluated} with pipeline.push_every={every}",
-            expected=f"0, or a multiple of {every}",
+            got=f"{evaluated} with pipeline.push_every={push_every}",
+            expected=f"0, or a multiple of {push_every}",
         )
 
 
@@ -147,8 +147,8 @@ def _stream(
             prompts % learner.minibatches > 0,
         ),
     ]
-    for need, found in needs:
-        if found:
+    for need, is_set in needs:
+        if is_set:
             yield Problem(
                 "pipeline.stream",
                 "a step that trains as its groups arrive has no whole before its first update",
@@ -168,8 +168,8 @@ def _average(
         (f"optimizer.ess_scale={optimizer.ess_scale}", optimizer.ess_scale != "off"),
         (f"advantage.name={advantage.name}", ADVANTAGES[advantage.name].reads_ratios),
     ]
-    for reader, found in readers:
-        if found:
+    for reader, is_set in readers:
+        if is_set:
             yield Problem(
                 "pipeline.proximal",
                 "the anchor is an average of weights here, and another setting needs that of the learner's own",

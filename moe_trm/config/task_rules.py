@@ -81,13 +81,13 @@ def _evaluation(evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig
                 got=repr(name),
                 expected="letters, digits, dots, dashes and underscores",
             )
-    known = evaluation_metrics(evaluation, task, rollout)
-    if settings.keep_best and settings.best_metric is not None and settings.best_metric not in known:
+    metrics = evaluation_metrics(evaluation, task, rollout)
+    if settings.keep_best and settings.best_metric is not None and settings.best_metric not in metrics:
         yield Problem(
             "eval.best_metric",
             "no evaluation measures this",
             got=settings.best_metric,
-            expected=", ".join(known),
+            expected=", ".join(metrics),
             fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
         )
 
@@ -109,8 +109,8 @@ def greedy_metric(task: TaskConfig, rollout: RolloutConfig) -> str:
 
     A rollout function or an agent may give a reward of its own, unless `task.reward` says which one counts.
     """
-    own = rollout.has_turns and task.reward is None
-    return "accuracy" if task.right_or_wrong and not own else "reward"
+    has_other_reward = rollout.has_turns and task.reward is None
+    return "accuracy" if task.right_or_wrong and not has_other_reward else "reward"
 
 
 def best_metric(evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> str:

@@ -260,9 +260,9 @@ def _layer_noise(
 ) -> Iterator[Problem]:
     """The perturbed policy is compared with what sampled, never with an anchor that is not perturbed."""
     preset = preset_of(correction)
-    chosen = loss_facts(loss, preset)
+    facts = loss_facts(loss, preset)
     bypass = (preset is not None and preset.bypass) or recovery == "bypass"
-    if noise.sigma and not (bypass or (chosen and "engine" in chosen.contains)):
+    if noise.sigma and not (bypass or (facts and "engine" in facts.contains)):
         yield Problem(
             "learner.layer_noise.sigma",
             "only updates are perturbed, so current / proximal would be the noise",

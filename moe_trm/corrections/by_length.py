@@ -173,8 +173,8 @@ def _slopes(position: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Slopes below and above each knot: towards its neighbour, else as on its other side, else 0."""
     rise = (value[1:] - value[:-1]) / (position[1:] - position[:-1])[:, None]
     unknown = torch.full_like(value[:1], math.nan)
-    known = value.abs() < HUGE / 1e100
-    rise = rise.where(known[1:] & known[:-1], math.nan)
+    is_finite = value.abs() < HUGE / 1e100
+    rise = rise.where(is_finite[1:] & is_finite[:-1], math.nan)
     below, above = torch.cat([unknown, rise]), torch.cat([rise, unknown])
     below, above = below.where(below.isfinite(), above), above.where(above.isfinite(), below)
     return below.nan_to_num(nan=0.0), above.nan_to_num(nan=0.0)

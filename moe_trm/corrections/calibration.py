@@ -84,8 +84,8 @@ def calibrate(
             expected="at least one batch",
         )
     statistics = collected.nan_to_num(nan=torch.inf).reshape(-1, rule.num_statistics)
-    chosen = common_quantile(statistics, target_reject_rate)
-    return _at(rule, [max(value, 1e-12) for value in chosen.tolist()], fixed)
+    quantiles = common_quantile(statistics, target_reject_rate)
+    return _at(rule, [max(value, 1e-12) for value in quantiles.tolist()], fixed)
 
 
 def _measured(rule: RegisteredRule, evidence: Evidence, fixed: Mapping[str, float | str]) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,8 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
         result = rows.spread(mask, dtype)
         for part in tokens:
             result = replace(result, weights=result.weights * part.weights, keep=result.keep & part.keep)
-        whole = result if tokens else rows
-        metrics |= kept_fractions("correction/", whole, evidence) | _weights(result, rows, not tokens, evidence)
+        combined = result if tokens else rows
+        metrics |= kept_fractions("correction/", combined, evidence) | _weights(result, rows, not tokens, evidence)
         return replace(result, metrics=metrics)
 
     return joint
@@ -87,16 +87,16 @@ def labelled(rules: Sequence[BoundRule]) -> list[BoundRule]:
                 fix="remove one of the two, or give it another ratio in its thresholds",
             )
     several = {name for name in names if names.count(name) > 1}
-    own = [f"{bound.rule.name}@{bound.ratio}" if bound.rule.name in several else bound.rule.name for bound in rules]
-    return [replace(bound, label=bound.label or label) for bound, label in zip(rules, own, strict=True)]
+    labels = [f"{bound.rule.name}@{bound.ratio}" if bound.rule.name in several else bound.rule.name for bound in rules]
+    return [replace(bound, label=bound.label or label) for bound, label in zip(rules, labels, strict=True)]
 
 
 def _of_rows(decisions: Sequence[RowDecision], mask: Tensor) -> RowDecision:
     """Several decisions on rows as one, before anything is spread over tokens."""
     if not decisions:
         return RowDecision(torch.ones(len(mask), dtype=torch.bool, device=mask.device), None, {})
-    keep = reduce(operator.and_, [one.keep for one in decisions])
-    weighing = [one.weights for one in decisions if one.weights is not None]
+    keep = reduce(operator.and_, [decision.keep for decision in decisions])
+    weighing = [decision.weights for decision in decisions if decision.weights is not None]
     return RowDecision(keep, torch.where(keep, reduce(operator.mul, weighing), 0.0) if weighing else None, {})
 
 

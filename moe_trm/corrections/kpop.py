@@ -52,6 +52,6 @@ def kpop(
 def bidirectional_binary_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """max(D(p || q), D(q || p)) of the two-way split "this token or another", elementwise, in nats."""
     p, q = (values.double().exp().clamp(SURE, 1 - SURE) for values in (logprobs, other_logprobs))
-    this, others = (p / q).log(), ((1 - p) / (1 - q)).log()
-    larger = torch.maximum(p * this + (1 - p) * others, -q * this - (1 - q) * others)
+    this, log_complement_ratio = (p / q).log(), ((1 - p) / (1 - q)).log()
+    larger = torch.maximum(p * this + (1 - p) * log_complement_ratio, -q * this - (1 - q) * log_complement_ratio)
     return larger.to(logprobs.dtype)

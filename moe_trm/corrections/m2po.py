@@ -34,8 +34,8 @@ def m2po(
     """
     check_positive("m2po", "budget", budget)
     x, mask = clamp_log_ratio(log_ratio), evidence.mask
-    known, harmful = mask & ~x.isnan(), x * evidence.advantages.sign() > 0
-    counted = known & harmful if over == "harmful" else known
+    valid, harmful = mask & ~x.isnan(), x * evidence.advantages.sign() > 0
+    counted = valid & harmful if over == "harmful" else valid
     moments = torch.where(counted, x**2, 0.0)
     position = counted.flatten().nonzero()[:, 0]
     order = torch.argsort(moments.flatten()[position], stable=True)
@@ -43,5 +43,5 @@ def m2po(
     running = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=x.device)
     kept_count = (running < budget).sum().clamp(min=1)
     dropped = position[order][torch.arange(len(order), device=x.device) >= kept_count]
-    keep = known.flatten().index_fill(0, dropped, False).view_as(mask)
+    keep = valid.flatten().index_fill(0, dropped, False).view_as(mask)
     return weigh(torch.ones_like(x), mask, keep, summable.mean("score", moments, counted))

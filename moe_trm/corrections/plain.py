@@ -112,7 +112,7 @@ def correct(
         ConfigError: rules that cannot be bound, that read what is not given, or that need the whole minibatch; tensors
             of different shapes.
     """
-    given = {
+    tensors = {
         "rollout_logprobs": rollout_logprobs,
         "current_logprobs": current_logprobs,
         "advantages": advantages,
@@ -121,7 +121,7 @@ def correct(
         "exact_kl": exact_kl,
         "turn_ids": turn_ids,
     }
-    _check_shapes(mask, given)
+    _check_shapes(mask, tensors)
     if batch_normalize != "off" and not whole_minibatch:
         raise ConfigError(
             "the mean of the weights is known over the whole minibatch alone",
@@ -130,15 +130,15 @@ def correct(
             expected="whole_minibatch=True, or off",
         )
     bound = bind(rules)
-    evidence = _evidence(bound, given, mask)
-    found: Correction = compose(bound, whole_minibatch=whole_minibatch)(evidence)
-    metrics = dict(found.metrics)
+    evidence = _evidence(bound, tensors, mask)
+    correction: Correction = compose(bound, whole_minibatch=whole_minibatch)(evidence)
+    metrics = dict(correction.metrics)
     if batch_normalize != "off":
-        weighing = compose([one for one in bound if one.weighs], whole_minibatch=True)(evidence)
-        found = normalized(found, weight_sums(weighing, evidence.mask, batch_normalize))
-        metrics |= summable.moments("correction/weight", found.weights, evidence.mask)
-    found = replace(found, metrics=metrics)
-    return Corrected(found.weights, found.keep, summable.finalize(found.metrics))
+        weighing = compose([rule for rule in bound if rule.weighs], whole_minibatch=True)(evidence)
+        correction = normalized(correction, weight_sums(weighing, evidence.mask, batch_normalize))
+        metrics |= summable.moments("correction/weight", correction.weights, evidence.mask)
+    correction = replace(correction, metrics=metrics)
+    return Corrected(correction.weights, correction.keep, summable.finalize(correction.metrics))
 
 
 class _WithoutAdvantages(Evidence):
@@ -156,10 +156,10 @@ class _WithoutAdvantages(Evidence):
         return super().__getattribute__(name)
 
 
-def _evidence(bound: Sequence[BoundRule], given: Mapping[str, Tensor | None], mask: Tensor) -> Evidence:
-    current = given["current_logprobs"]
+def _evidence(bound: Sequence[BoundRule], tensors: Mapping[str, Tensor | None], mask: Tensor) -> Evidence:
+    current = tensors["current_logprobs"]
     if current is None:
-        moving = [one for one in bound if "update" in PARTS[one.ratio]]
+        moving = [rule for rule in bound if "update" in PARTS[rule.ratio]]
         if moving:
             raise ConfigError(
                 f"rule {moving[0].rule.name} reads a ratio to the policy in training, which is not known here",
@@ -168,25 +168,25 @@ def _evidence(bound: Sequence[BoundRule], given: Mapping[str, Tensor | None], ma
                 expected="ratio=merged, or ratio=engine where the weights that sampled are known",
                 fix="give the rule that ratio in its thresholds",
             )
-        current = given["behavior_logprobs"] if given["proximal_logprobs"] is None else given["proximal_logprobs"]
-    rollout, advantages = given["rollout_logprobs"], given["advantages"]
+        current = tensors["behavior_logprobs"] if tensors["proximal_logprobs"] is None else tensors["proximal_logprobs"]
+    rollout, advantages = tensors["rollout_logprobs"], tensors["advantages"]
     assert rollout is not None
     # Without any log-probs of the learner, `LogRatios` says what is missing.
     current = rollout if current is None else current
-    ratios = LogRatios(rollout, given["behavior_logprobs"], current.detach(), mask, given["proximal_logprobs"])
+    ratios = LogRatios(rollout, tensors["behavior_logprobs"], current.detach(), mask, tensors["proximal_logprobs"])
     kind = _WithoutAdvantages if advantages is None else Evidence
     return kind(
         ratios,
         torch.full_like(rollout, torch.nan) if advantages is None else advantages,
-        turn_ids=given["turn_ids"],
-        exact_kl=given["exact_kl"],
+        turn_ids=tensors["turn_ids"],
+        exact_kl=tensors["exact_kl"],
     )
 
 
-def _check_shapes(mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
+def _check_shapes(mask: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
     if mask.ndim != 2:
         raise ConfigError("a mask of sampled tokens has two dimensions", got=tuple(mask.shape), expected="[B, T]")
-    for name, value in given.items():
+    for name, value in tensors.items():
         if value is not None and value.shape != mask.shape:
             raise ConfigError(
                 "a tensor has another shape than the mask",

@@ -107,10 +107,10 @@ def check_score(
 
     `impossible`: scores that the rule cannot use, with the reason.
     """
-    where, known = f"correction {rule}, score", [name for name in SCORES if name not in impossible]
+    where, scores = f"correction {rule}, score", [name for name in SCORES if name not in impossible]
     if score in impossible:
         raise ConfigError(
-            f"this score is not possible here: {impossible[score]}", where=where, got=score, expected=", ".join(known)
+            f"this score is not possible here: {impossible[score]}", where=where, got=score, expected=", ".join(scores)
         )
     if (score == "ln") != (ln_delta is not None):
         raise ConfigError(

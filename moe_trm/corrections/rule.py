@@ -81,10 +81,10 @@ class RegisteredRule:
         thresholds = {name: value for name, value in thresholds.items() if name != "scope"}
         fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
         where = f"correction {self.name}"
-        chosen = bind(
+        ratio_and_thresholds = bind(
             self.function, self.ratio, thresholds, self.readable, what="threshold", where=where, missing_fix=fix
         )
-        bound = BoundRule(self, *chosen, by_turn=by_turn)
+        bound = BoundRule(self, *ratio_and_thresholds, by_turn=by_turn)
         _check_runs(bound)
         return bound
 
@@ -161,12 +161,12 @@ class BoundRule:
         decision = self.rule.function(evidence, log_ratio, **self._thresholds(evidence.ratios.packing.lengths))
         _check_decision(decision, self.rule.name, evidence.mask)
         prefix = f"correction/{self.name}/"
-        own = {prefix + key: value for key, value in decision.metrics.items()}
+        rule_metrics = {prefix + key: value for key, value in decision.metrics.items()}
         if isinstance(decision, RowDecision) and decision.score is not None:
-            own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.some)
+            rule_metrics |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.some)
         if self.by_length is not None:
-            own |= rejected_by_octave(prefix, decision, evidence, self.by_length)
-        return replace(decision, metrics=own)
+            rule_metrics |= rejected_by_octave(prefix, decision, evidence, self.by_length)
+        return replace(decision, metrics=rule_metrics)
 
     def _thresholds(self, lengths: Tensor) -> Mapping[str, Any]:
         if self.by_length is None:
@@ -228,7 +228,7 @@ def rejected_by_octave(
     rows = lengths > 0 if decision.judged is None else (lengths > 0) & decision.judged
     dropped = ~decision.keep if isinstance(decision, RowDecision) else (mask & ~decision.keep).any(dim=1)
     octave, zero = octave_of(lengths).clamp(min=0), lengths.new_zeros(NUM_OCTAVES, dtype=torch.float64)
-    num_rows, num_dropped = (zero.index_add(0, octave, (rows & chosen).double()) for chosen in (rows, dropped))
+    num_rows, num_dropped = (zero.index_add(0, octave, (rows & subset).double()) for subset in (rows, dropped))
     metrics = summable.fraction(f"{prefix}unjudged_fraction", thresholds.at(lengths).isinf().any(dim=1), rows)
     for number in range(NUM_OCTAVES):
         name = f"{prefix}rejected_length_{octave_name(number)}"

@@ -158,7 +158,7 @@ def _masked(
 
     score = scored(divergence)
     decision = replace(keep_rows(score <= threshold, score), metrics=unscored(name, evidence))
-    return _with_disagreement(decision, evidence, divergence, lambda other: scored(other) <= threshold)
+    return _with_disagreement(decision, evidence, divergence, lambda kind: scored(kind) <= threshold)
 
 
 def _with_disagreement(
@@ -170,8 +170,8 @@ def _with_disagreement(
     """
     if evidence.exact_kl is None:
         return decision
-    other = "sampled" if divergence == "exact" else "exact"
-    kept = {divergence: decision.keep, other: kept_by(other)}
+    other_kind = "sampled" if divergence == "exact" else "exact"
+    kept = {divergence: decision.keep, other_kind: kept_by(other_kind)}
     # For bools, `a > b` is True where only `a` is.
     only = {
         "only_exact_keeps": kept["exact"] > kept["sampled"],

@@ -50,13 +50,13 @@ class Turns:
     @cached_property
     def evidence(self) -> Evidence:
         """The same of `[P, L]`, without gradients."""
-        known = {each.name: getattr(self._evidence, each.name) for each in fields(RowFields)}
+        values = {field.name: getattr(self._evidence, field.name) for field in fields(RowFields)}
         return Evidence(
             self._evidence.ratios.taking(self._taken, self._mask_PL),
             self._taken(self._evidence.advantages),
             **{
                 name: None if value is None else value[self._row_P] if BY_ROW[name] else self._taken(value)
-                for name, value in known.items()
+                for name, value in values.items()
             },
         )
 
@@ -74,10 +74,11 @@ class Turns:
         `kept_turn_fraction/<turn>`; those after 7 share one.
         """
         keep = decision.keep if isinstance(decision, RowDecision) else (decision.keep | ~self._mask_PL).all(dim=1)
-        chosen = {f"/{turn}": self.number_P == turn for turn in range(LAST_TURN + 1)}
-        chosen |= {f"/{LAST_TURN + 1}_up": self.number_P > LAST_TURN, "": torch.ones_like(keep)}
+        masks_by_turn = {f"/{turn}": self.number_P == turn for turn in range(LAST_TURN + 1)}
+        masks_by_turn |= {f"/{LAST_TURN + 1}_up": self.number_P > LAST_TURN, "": torch.ones_like(keep)}
         return summable.add(
-            summable.fraction(f"{prefix}kept_turn_fraction{name}", keep, own) for name, own in chosen.items()
+            summable.fraction(f"{prefix}kept_turn_fraction{name}", keep, turn_mask)
+            for name, turn_mask in masks_by_turn.items()
         )
 
     @property

@@ -21,6 +21,8 @@ def by_turn(evidence: Evidence) -> summable.Summable:
     x = clamp_log_ratio(evidence.ratios.get(name).detach())
     k3 = (x.expm1() - x).clamp(min=0.0)
     turns, mask = evidence.turn_ids, evidence.mask
-    chosen = {str(turn): turns == turn for turn in range(LAST_TURN + 1)}
-    chosen[f"{LAST_TURN + 1}_up"] = turns > LAST_TURN
-    return summable.add(summable.mean(f"turns/{name}_k3/{turn}", k3, mask & own) for turn, own in chosen.items())
+    masks_by_turn = {str(turn): turns == turn for turn in range(LAST_TURN + 1)}
+    masks_by_turn[f"{LAST_TURN + 1}_up"] = turns > LAST_TURN
+    return summable.add(
+        summable.mean(f"turns/{name}_k3/{turn}", k3, mask & turn_mask) for turn, turn_mask in masks_by_turn.items()
+    )

@@ -38,8 +38,8 @@ def divergences(evidence: Evidence) -> summable.Summable:
     sampled = evidence.exact_kl is None
     kl_N = less_N - log_ratio_N if evidence.exact_kl is None else packing.pack(evidence.exact_kl.detach()).double()
     ends = packing.lengths.cumsum(0)
-    before = torch.repeat_interleave(ends - packing.lengths, packing.lengths)
-    position_N = torch.arange(1, len(kl_N) + 1, device=kl_N.device) - before
+    start_N = torch.repeat_interleave(ends - packing.lengths, packing.lengths)
+    position_N = torch.arange(1, len(kl_N) + 1, device=kl_N.device) - start_N
     starts = torch.tensor(STARTS, device=kl_N.device)
     stretch_N = torch.bucketize(position_N, starts, right=True) - 1
     tv = kl_N.new_zeros(len(STARTS)).index_add_(0, stretch_N, less_N.abs() / 2)

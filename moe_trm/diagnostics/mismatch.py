@@ -64,23 +64,23 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     Source: verl's rollout correction, whose names are kept.
     """
     ratios = evidence.ratios
-    known, parts = ratios.known, PARTS if ratios.split else ()
-    chosen = [name for name in known if names is None or name in names]
-    whole = [name for name in chosen if name not in parts]
-    compared = [name for name in whole if name in (known[0], "total")]
+    all_names, parts = ratios.known, PARTS if ratios.split else ()
+    selected = [name for name in all_names if names is None or name in names]
+    ratio_names = [name for name in selected if name not in parts]
+    compared = [name for name in ratio_names if name in (all_names[0], "total")]
     packing, rollout_N = ratios.packing, ratios.packed_rollout_logprobs().double()
-    found: summable.Summable = {}
-    for name in chosen:
+    sums: summable.Summable = {}
+    for name in selected:
         log_ratio_N = packing.pack(ratios.get(name).detach()).double()
-        own = _of_tokens(log_ratio_N)
-        if name in whole:
-            own |= _of_rows(log_ratio_N, packing)
+        figures = _of_tokens(log_ratio_N)
+        if name in ratio_names:
+            figures |= _of_rows(log_ratio_N, packing)
         if name in compared:
-            own |= _of_policies(rollout_N, log_ratio_N, packing)
-        found |= {f"{name}/{key}": value for key, value in own.items()}
+            figures |= _of_policies(rollout_N, log_ratio_N, packing)
+        sums |= {f"{name}/{key}": value for key, value in figures.items()}
     if evidence.exact_kl is not None and (names is None or "total" in names):
-        found |= summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask)
-    return found
+        sums |= summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask)
+    return sums
 
 
 def _of_tokens(log_ratio_N: Tensor) -> summable.Summable:
@@ -148,11 +148,11 @@ def _of_policies(rollout_N: Tensor, log_ratio_N: Tensor, packing: Packing) -> su
 
 def _means(values: Mapping[str, Tensor]) -> summable.Summable:
     """The mean of each."""
-    found: summable.Summable = {}
-    for name, own in values.items():
-        found[f"{name}:sum"] = own.sum(dtype=torch.float64)
-        found[f"{name}:count"] = torch.tensor(float(len(own)), dtype=torch.float64, device=own.device)
-    return found
+    sums: summable.Summable = {}
+    for name, tensor in values.items():
+        sums[f"{name}:sum"] = tensor.sum(dtype=torch.float64)
+        sums[f"{name}:count"] = torch.tensor(float(len(tensor)), dtype=torch.float64, device=tensor.device)
+    return sums
 
 
 def _weights(name: str, log_weights: Tensor) -> summable.Summable:

@@ -28,11 +28,11 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
     mask = evidence.mask
     lengths, intact = num_tokens(mask), (correction.keep | ~mask).all(dim=1)
     advantage = row_sum(evidence.advantages.detach().float(), mask)
-    some = lengths > 0
+    nonempty = lengths > 0
     strata: dict[str, Tensor] = {
-        "positive": some & (advantage > 0),
-        "negative": some & (advantage < 0),
-        "zero": some & (advantage == 0),
+        "positive": nonempty & (advantage > 0),
+        "negative": nonempty & (advantage < 0),
+        "zero": nonempty & (advantage == 0),
     }
     low = 1
     for high in LENGTH_EDGES:
@@ -40,12 +40,12 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
         low = high + 1
     strata[f"length_{low}_up"] = lengths >= low
     if evidence.rewards is not None:
-        strata |= {"correct": some & (evidence.rewards > 0), "wrong": some & ~(evidence.rewards > 0)}
+        strata |= {"correct": nonempty & (evidence.rewards > 0), "wrong": nonempty & ~(evidence.rewards > 0)}
     tokens: dict[str, Tensor] = {}
     if evidence.turn_ids is not None:
         later = mask & (evidence.turn_ids > 0)
         strata["multi_turn"] = later.any(dim=1)
         tokens = {"first_turn_tokens": mask & ~later, "later_turn_tokens": later}
-    by_token = [summable.fraction(f"acceptance/{name}", correction.keep, chosen) for name, chosen in tokens.items()]
+    by_token = [summable.fraction(f"acceptance/{name}", correction.keep, stratum) for name, stratum in tokens.items()]
     by_row = [summable.fraction(f"acceptance/{name}", intact, rows) for name, rows in strata.items()]
     return summable.add(by_row + by_token)

@@ -45,15 +45,17 @@ class GradientAlignment:
                 self.previous, self._square = torch.cat([gradient.flatten() for gradient in gradients]), square
             return None
         sizes = [gradient.numel() for gradient in gradients]
-        before = [flat.view_as(own) for flat, own in zip(torch.split(self.previous, sizes), gradients, strict=True)]
+        previous_parts = [
+            flat.view_as(tensor) for flat, tensor in zip(torch.split(self.previous, sizes), gradients, strict=True)
+        ]
         if self._square is None:
-            self._square = inner(before, before)
+            self._square = inner(previous_parts, previous_parts)
         if not math.isfinite(square) or square == 0:
             return None
-        product = inner(gradients, before)
+        product = inner(gradients, previous_parts)
         cosine = product / math.sqrt(square * self._square)
         share = (1 - self._limit / cosine) * product / self._square if cosine > self._limit else 0.0
-        for gradient, previous in zip(gradients, before, strict=True):
+        for gradient, previous in zip(gradients, previous_parts, strict=True):
             came = gradient.clone()
             if share:
                 gradient.sub_(previous, alpha=share)

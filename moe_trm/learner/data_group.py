@@ -39,7 +39,7 @@ class DataGroup:
         size = torch.tensor([len(values)], device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         dist.all_gather(sizes, size, group=self._group)
-        longest = max(int(other) for other in sizes)
+        longest = max(int(num_values) for num_values in sizes)
         padded = torch.cat([values, values.new_zeros(longest - len(values))])
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self._group)

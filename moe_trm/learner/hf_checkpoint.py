@@ -42,16 +42,16 @@ class HfCheckpoint:
         self.folder = Path(folder)
         self._file_of = self._index()
         self._handles: dict[str, Any] = {}
-        whole = read_whole_config(folder) if (self.folder / "config.json").is_file() else {}
-        hf = text_config(whole)
+        config = read_whole_config(folder) if (self.folder / "config.json").is_file() else {}
+        hf = text_config(config)
         self.quantisation = quantisation_of(hf, f"{self.folder}/config.json")
         self._parts = parts_of(self._file_of, self.quantisation)
-        self._places = places(self._parts, hf) if reads_images(whole) else {}
+        self._places = places(self._parts, hf) if reads_images(config) else {}
         self._parts |= {name: self._parts[place.published] for name, place in self._places.items()}
-        known = frozenset(self._places or self._parts)
-        self.prediction = frozenset(name for name in known if is_prediction(name, hf))
+        all_names = frozenset(self._places or self._parts)
+        self.prediction = frozenset(name for name in all_names if is_prediction(name, hf))
         self.vision = frozenset(filter(is_vision, self._places))
-        self.names = known - self.prediction - self.vision
+        self.names = all_names - self.prediction - self.vision
 
     def read(self, name: str) -> Tensor:
         """The tensor `name` on CPU: in the checkpoint's dtype, or dequantised."""
@@ -76,7 +76,7 @@ class HfCheckpoint:
                 expected=num_rows,
                 fix="Use the config.json that belongs to these weights.",
             )
-        return self.plain(name, [one[row] for one in slices])
+        return self.plain(name, [tensor_slice[row] for tensor_slice in slices])
 
     def place(self, name: str) -> PublishedPlace:
         """The tensor of the published model that holds the tensor `name`: itself, or another."""

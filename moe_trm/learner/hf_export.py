@@ -76,7 +76,7 @@ def write_files(
         held.clear()
 
     for key, tensor in tensors:
-        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > file_bytes:
+        if held and sum(entry.nbytes for entry in held.values()) + tensor.nbytes > file_bytes:
             write()
         held[key] = tensor.contiguous()
     if held:

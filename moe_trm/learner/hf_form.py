@@ -72,14 +72,14 @@ class ExportForm:
             if place.rows is None:
                 yield from self.stored(name, tensor).items()
                 continue
-            ((whole, part),) = self.stored(name, tensor).items()
-            if whole not in stacks:
-                stacks[whole] = torch.empty(*place.rows.sizes, part.shape[-1], dtype=part.dtype)
-                gaps[whole] = stacks[whole].numel()
-            stacks[whole][place.rows.expert, place.rows.start : place.rows.stop] = part
-            gaps[whole] -= part.numel()
-            if not gaps[whole]:
-                yield whole, stacks.pop(whole)
+            ((stack_name, part),) = self.stored(name, tensor).items()
+            if stack_name not in stacks:
+                stacks[stack_name] = torch.empty(*place.rows.sizes, part.shape[-1], dtype=part.dtype)
+                gaps[stack_name] = stacks[stack_name].numel()
+            stacks[stack_name][place.rows.expert, place.rows.start : place.rows.stop] = part
+            gaps[stack_name] -= part.numel()
+            if not gaps[stack_name]:
+                yield stack_name, stacks.pop(stack_name)
         assert not stacks, f"incomplete: {sorted(stacks)[:3]}"
 
     def stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -93,16 +93,16 @@ class ExportForm:
         old = [self.source.read_stored(part) for part in names] if len(names) > 1 else [self.source.read(name)]
         # As the learner got it, so that what it left alone compares equal.
         dtype = DTYPES[Rounding(self.dtype).dtype_of(name)]
-        new, before = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
+        new, original = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
         if len(names) == 1 or form is None:
-            return {names[0]: torch.where(new == before, old[0], new.to(old[0].dtype)).contiguous()}
+            return {names[0]: torch.where(new == original, old[0], new.to(old[0].dtype)).contiguous()}
         if form.method == "fp8":
             read_in = getattr(torch, form.dtype)
-            made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, read_in, powers=form.powers)
+            made = fp8_blocks.requantize(new, original, (old[0], old[1]), form.block, read_in, powers=form.powers)
         else:
-            made = mxfp4.requantize(new, before, (old[0], old[1]))
+            made = mxfp4.requantize(new, original, (old[0], old[1]))
         if self.loss is not None:
-            self.loss.add(new, before, self.source.plain(name, made))
+            self.loss.add(new, original, self.source.plain(name, made))
         return dict(zip(names, (part.contiguous() for part in made), strict=True))
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
@@ -118,14 +118,14 @@ class ExportForm:
 
     def config(self) -> dict[str, Any]:
         """config.json of the export, from that of `source`."""
-        whole = read_whole_config(self.source.folder)
-        if not reads_images(whole):
-            return self._announced(whole)
-        return {**self._announced(whole), "text_config": self._announced(whole["text_config"])}
+        full_config = read_whole_config(self.source.folder)
+        if not reads_images(full_config):
+            return self._announced(full_config)
+        return {**self._announced(full_config), "text_config": self._announced(full_config["text_config"])}
 
     def _announced(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(hf) if self.source.prediction else without_prediction_layers(hf)
+        announced = dict(hf) if self.source.prediction else without_prediction_layers(hf)
         if self.published:
-            return found
-        found.pop("torch_dtype", None)
-        return {**plain_config(found), "dtype": self.dtype}
+            return announced
+        announced.pop("torch_dtype", None)
+        return {**plain_config(announced), "dtype": self.dtype}

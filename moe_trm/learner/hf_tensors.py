@@ -29,10 +29,10 @@ def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
     family, where = find_family(hf), str(checkpoint.folder)
     if family is None:
         return
-    known = tensor_names(family, hf)
-    missing = sorted(known - checkpoint.names)
+    expected_names = tensor_names(family, hf)
+    missing = sorted(expected_names - checkpoint.names)
     # A tied checkpoint may still carry its output weight, which is then the embedding a second time.
-    unexpected = sorted(checkpoint.names - known - {OUTPUT})
+    unexpected = sorted(checkpoint.names - expected_names - {OUTPUT})
     if missing == [OUTPUT]:
         raise CheckpointError(
             "checkpoint has no output weight",
@@ -52,7 +52,7 @@ def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
                 f"{len(missing)} missing: {missing[:3]}; {len(unexpected)} without a place in the model: "
                 f"{unexpected[:3]}"
             ),
-            expected=f"the {len(known)} tensors of this model under the names of transformers",
+            expected=f"the {len(expected_names)} tensors of this model under the names of transformers",
             fix=(
                 "Missing ones alone: copy or download it again, completely. Both: tensors were renamed, or "
                 "config.json is another model's."

@@ -76,19 +76,19 @@ class LayerNoise:
         self.log_sigma.grad = None
         words = np.random.SeedSequence([self._seed, self._steps, dist.get_rank()]).generate_state(1, np.uint64)
         on_gpu = self._device.type == "cuda"
-        before = self._tracker.get_states() if self._tracker else {}
+        states = self._tracker.get_states() if self._tracker else {}
         with torch.random.fork_rng([self._device] if on_gpu else []):
             torch.manual_seed(int(words[0]))
             if self._tracker:
                 state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
-                self._tracker.set_states({name: state.clone() for name in before})
+                self._tracker.set_states({name: state.clone() for name in states})
             self._perturbs = True
             try:
                 yield
             finally:
                 self._perturbs = False
                 if self._tracker:
-                    self._tracker.set_states(before)
+                    self._tracker.set_states(states)
 
     def step(self, result: UpdateResult, scale: float) -> UpdateResult:
         """Train the sizes where the model's own step was made, and tell their mean. Collective over all ranks.

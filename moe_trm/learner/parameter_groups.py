@@ -33,8 +33,8 @@ def settings_of(hf_names: Sequence[str], *, is_matrix: bool, optimizer: Optimize
     Raises:
         ConfigError: tensors that the learner holds in one parameter under different settings.
     """
-    found = {_settings_of(name, is_matrix, optimizer) for name in hf_names}
-    if len(found) > 1:
+    group_settings = {_settings_of(name, is_matrix, optimizer) for name in hf_names}
+    if len(group_settings) > 1:
         raise ConfigError(
             "a parameter group takes part of a fused parameter",
             where="optimizer.groups",
@@ -42,7 +42,7 @@ def settings_of(hf_names: Sequence[str], *, is_matrix: bool, optimizer: Optimize
             expected="one group for all of them",
             fix="match all of them, e.g. `self_attn`, or none",
         )
-    return found.pop()
+    return group_settings.pop()
 
 
 def check_groups(optimizer: OptimizerConfig, hf_names: Collection[str]) -> None:

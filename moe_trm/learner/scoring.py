@@ -122,10 +122,10 @@ def cut_scoring(scoring: Scoring, layout: AnyLayout) -> Scoring:
     if not layout.cuts:
         return scoring
     mask = layout.cut_tokens(scoring.mask)
-    own = replace(scoring, target_ids=layout.cut_tokens(scoring.target_ids), mask=mask)
+    local = replace(scoring, target_ids=layout.cut_tokens(scoring.target_ids), mask=mask)
     if scoring.kept_ids is None or scoring.kept_offsets is None or layout.cp_size == 1:
         # A whole pack has its tokens in the order of the rows, and so their kept ids.
-        return own
+        return local
     number = torch.zeros(scoring.mask.shape, dtype=torch.int64, device=mask.device)
     number[scoring.mask] = torch.arange(len(scoring.kept_offsets) - 1, device=mask.device)
     tokens = layout.cut_tokens(number)[mask]
@@ -134,7 +134,7 @@ def cut_scoring(scoring: Scoring, layout: AnyLayout) -> Scoring:
     kept = torch.arange(int(offsets[-1]), device=mask.device) + torch.repeat_interleave(starts - offsets[:-1], sizes)
     logprobs = scoring.kept_logprobs
     return replace(
-        own,
+        local,
         kept_ids=scoring.kept_ids[kept],
         kept_offsets=offsets,
         kept_logprobs=None if logprobs is None else logprobs[kept],

@@ -53,14 +53,14 @@ def attend_within(
     tokens_P, places_T = (index.to(query_TND.device) for index in (tokens_P, places_T))
     # One index and one split: slices would each have a gradient as long as the pack.
     parts = (
-        each.index_select(0, tokens_P).split_with_sizes([rows * columns for rows, columns in shapes])
-        for each in (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+        tensor.index_select(0, tokens_P).split_with_sizes([rows * columns for rows, columns in shapes])
+        for tensor in (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
     )
-    found = [
+    outputs = [
         attend(query.unflatten(0, shape), key.unflatten(0, shape), value.unflatten(0, shape), kind).flatten(0, 1)
         for shape, query, key, value in zip(shapes, *parts, strict=True)
     ]
-    return torch.cat(found).index_select(0, places_T)
+    return torch.cat(outputs).index_select(0, places_T)
 
 
 @lru_cache(maxsize=32)
@@ -71,8 +71,8 @@ def calls(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], Tensor, Tens
     place of each token. No token sees a filler, and what fillers ask for is dropped.
     """
     calls: dict[int, list[Tensor]] = {}
-    for number, own in enumerate(torch.arange(sum(lengths)).split_with_sizes(lengths)):
-        calls.setdefault(len(own).bit_length() if len(own) <= TOGETHER else -number, []).append(own)
+    for number, places in enumerate(torch.arange(sum(lengths)).split_with_sizes(lengths)):
+        calls.setdefault(len(places).bit_length() if len(places) <= TOGETHER else -number, []).append(places)
     rows = [pad_sequence(members, batch_first=True, padding_value=-1) for members in calls.values()]
     is_token_P = torch.cat([row.flatten() for row in rows]) >= 0
     tokens_P = torch.cat([row.cummax(1).values.flatten() for row in rows])

@@ -84,20 +84,20 @@ class Snapshots:
 
         Returns the bytes of both.
         """
-        rest, own, count = f"{name}{_REST}", self._copy(), sum(1 for _ in self._parameters())
+        rest, weights, count = f"{name}{_REST}", self._copy(), sum(1 for _ in self._parameters())
         if name not in self._held:
-            self._held[name] = own
-            self._held[rest] = [*(torch.zeros_like(tensor) for tensor in own[:count]), *own[count:]]
+            self._held[name] = weights
+            self._held[rest] = [*(torch.zeros_like(tensor) for tensor in weights[:count]), *weights[count:]]
         else:
             high, low = self._held[name], self._held[rest]
-            for average, lost, new in zip(high[:count], low[:count], own[:count], strict=True):
+            for average, lost, new in zip(high[:count], low[:count], weights[:count], strict=True):
                 exact = average.double() + lost.double()
                 exact += share * (new.double() - exact)
                 average.copy_(exact)
                 lost.copy_(exact - average.double())
-            high[count:] = low[count:] = own[count:]
+            high[count:] = low[count:] = weights[count:]
         self._saved |= {name, rest}
-        return sum(tensor.nbytes for each in (name, rest) for tensor in self._held[each])
+        return sum(tensor.nbytes for kept_name in (name, rest) for tensor in self._held[kept_name])
 
     def forget(self, name: str) -> None:
         """Free the copy `name`. Raises `LearnerError` when there is none."""
@@ -132,12 +132,12 @@ class Snapshots:
         if name is None:
             yield
             return
-        chosen, own = self._get(name), self._copy()
-        self._write(chosen)
+        weights, backup = self._get(name), self._copy()
+        self._write(weights)
         try:
             yield
         finally:
-            self._write(own)
+            self._write(backup)
 
     @contextmanager
     def computing(self, name: str | None = None) -> Iterator[None]:
@@ -154,12 +154,12 @@ class Snapshots:
             with self.using(name):
                 yield
             return
-        own = self._copy()
-        self._write(self._rounded(own if name is None else self._get(name), self._computes_in))
+        backup = self._copy()
+        self._write(self._rounded(backup if name is None else self._get(name), self._computes_in))
         try:
             yield
         finally:
-            self._write(own)
+            self._write(backup)
 
     def _get(self, name: str) -> list[Tensor]:
         if name not in self._held:
@@ -174,7 +174,9 @@ class Snapshots:
 
     def _parameters(self) -> Iterator[Tensor]:
         for module in self._modules:
-            yield from (each for each in module.parameters() if each.requires_grad or not self._trained_only)
+            yield from (
+                parameter for parameter in module.parameters() if parameter.requires_grad or not self._trained_only
+            )
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._parameters()

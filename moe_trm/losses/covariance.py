@@ -41,10 +41,10 @@ def kl_cov(
     kept = keep.flatten().nonzero()[:, 0]
     kept = kept[_shuffled(len(kept), inputs, 0).to(kept.device)]
     largest = kept[covariance.flatten()[kept].argsort(descending=True, stable=True)[:count]]
-    chosen = torch.zeros_like(keep).flatten().index_fill(0, largest, True).view_as(keep)
+    is_largest = torch.zeros_like(keep).flatten().index_fill(0, largest, True).view_as(keep)
     distance = x.abs() if penalty == "abs" else x.expm1() - x
-    values = -inputs.weights * inputs.advantages * x.exp() + torch.where(chosen, beta * distance, 0.0)
-    return TokenLoss(values, summable.fraction("cov_fraction", chosen, keep))
+    values = -inputs.weights * inputs.advantages * x.exp() + torch.where(is_largest, beta * distance, 0.0)
+    return TokenLoss(values, summable.fraction("cov_fraction", is_largest, keep))
 
 
 @loss(aggregation="token-mean", scope="batch")

@@ -42,6 +42,6 @@ def dpo(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 0.1) -> TokenLos
     same = (inputs.group_ids[:, None] == inputs.group_ids).to(score.dtype)
     size, pairs = same.sum(dim=1), (same @ better.to(score.dtype).sum(dim=1)).clamp(min=1)
     lost = sign.abs() * softplus(-beta * sign * (score[:, None] - score.detach()))
-    own = size / pairs * lost.sum(dim=1)
+    row_loss = size / pairs * lost.sum(dim=1)
     # Half of the value and all of the gradient: the other row of a pair is a constant here.
-    return TokenLoss(over_tokens(own - own.detach() / 2, inputs.keep) * inputs.weights, {})
+    return TokenLoss(over_tokens(row_loss - row_loss.detach() / 2, inputs.keep) * inputs.weights, {})

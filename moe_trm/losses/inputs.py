@@ -68,8 +68,8 @@ class LossInputs(RowFields):
         `by_row`: with its values, without gradient, on the others that are `counted`, for statistics of rows; else 0.
         """
         values = self.ratios.get(name)
-        others = torch.where(self.counted, values.detach(), 0.0) if by_row else torch.zeros_like(values)
-        return torch.where(self.keep, values, others)
+        statistics = torch.where(self.counted, values.detach(), 0.0) if by_row else torch.zeros_like(values)
+        return torch.where(self.keep, values, statistics)
 
     def kept(self) -> LossInputs:
         """The same inputs with harmless zeros on tokens that do not count: neither values nor gradients can leak from

@@ -64,8 +64,10 @@ class Loss:
             ConfigError: unknown, missing or senseless parameters, or a function that fails on no rows.
         """
         where = f"loss {self.name}"
-        chosen = bind(self.function, self.ratio, parameters, RATIO_NAMES, what="loss parameter", where=where)
-        bound = BoundLoss(self, *chosen)
+        ratio_and_parameters = bind(
+            self.function, self.ratio, parameters, RATIO_NAMES, what="loss parameter", where=where
+        )
+        bound = BoundLoss(self, *ratio_and_parameters)
         try:
             bound(_no_inputs())
         except ConfigError:

@@ -34,5 +34,5 @@ def prefix_min(values: Tensor, mask: Tensor) -> Tensor:
     if values.shape[1] == 0:
         return values
     running = torch.where(mask, values, torch.inf).cummin(dim=1).values
-    before = torch.cat([torch.full_like(running[:, :1], torch.inf), running[:, :-1]], dim=1)
-    return torch.where(before.isinf(), 1.0, before)
+    earlier_min = torch.cat([torch.full_like(running[:, :1], torch.inf), running[:, :-1]], dim=1)
+    return torch.where(earlier_min.isinf(), 1.0, earlier_min)

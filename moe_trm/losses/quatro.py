@@ -49,12 +49,12 @@ def quatro_query(inputs: LossInputs, log_ratio: Tensor, *, budget: float = 0.01)
     """
     require(budget > 0, "quatro_query", "> 0", budget=budget)
     advantages = row_mean(inputs.advantages, inputs.counted)
-    multiplier, apart = optimal_multipliers(
+    multiplier, has_spread = optimal_multipliers(
         advantages, grouped(inputs, "quatro_query"), inputs.counted.any(dim=1), budget=budget
     )
     over = over_tokens(multiplier.to(log_ratio.dtype), inputs.keep)
-    values = torch.where(over_tokens(apart, inputs.keep), _values(inputs, log_ratio, over), 0.0)
-    return TokenLoss(values, summable.mean("multiplier", over, inputs.keep & over_tokens(apart, inputs.keep)))
+    values = torch.where(over_tokens(has_spread, inputs.keep), _values(inputs, log_ratio, over), 0.0)
+    return TokenLoss(values, summable.mean("multiplier", over, inputs.keep & over_tokens(has_spread, inputs.keep)))
 
 
 def _values(inputs: LossInputs, log_ratio: Tensor, multiplier: float | Tensor) -> Tensor:
@@ -76,11 +76,11 @@ def optimal_multipliers(
     shape = int(index.max()) + 1, int(place.max()) + 1
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=index.device)
     values[index, place] = torch.where(judged, advantages.double(), torch.nan)
-    there = values.isfinite()
-    count = there.sum(dim=1).double()
-    top = torch.where(there, values, -torch.inf).amax(dim=1)
-    bottom = torch.where(there, values, torch.inf).amin(dim=1)
-    below = torch.where(there, values - top[:, None], -torch.inf)
+    finite = values.isfinite()
+    count = finite.sum(dim=1).double()
+    top = torch.where(finite, values, -torch.inf).amax(dim=1)
+    bottom = torch.where(finite, values, torch.inf).amin(dim=1)
+    below = torch.where(finite, values - top[:, None], -torch.inf)
 
     def divergence(multiplier_G: Tensor) -> Tensor:
         """KL(softmax(A / lambda) || uniform) of each prompt, `[G]`."""
@@ -90,14 +90,14 @@ def optimal_multipliers(
         return torch.where(weights > 0, weights * scaled, 0.0).sum(dim=1) / total - total.log() + count.log()
 
     spread = torch.where(count > 0, top - bottom, 0.0)
-    apart = spread > 0
+    has_spread = spread > 0
     low, high = 1e-6 * spread.clamp(min=1e-300), 1e6 * spread.clamp(min=1e-300)
-    used_up = apart & (divergence(low) > budget)
+    used_up = has_spread & (divergence(low) > budget)
     for _ in range(HALVINGS):
         middle = (low * high).sqrt()
         beyond = divergence(middle) > budget
         low, high = torch.where(beyond, middle, low), torch.where(beyond, high, middle)
-    return torch.where(used_up, low, 0.0)[index], apart[index] & judged
+    return torch.where(used_up, low, 0.0)[index], has_spread[index] & judged
 
 
 def _places(group_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,5 +14,5 @@ FILE = Path(__file__).with_name("built_in.json")
 
 def declarations(kind: str) -> dict[str, dict[str, Any]]:
     """Declarations of the `corrections` or the `losses`, by name."""
-    found: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))[kind]
-    return found
+    tables: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))[kind]
+    return tables

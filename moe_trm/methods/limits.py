@@ -42,5 +42,5 @@ def surged(history: Sequence[Mapping[str, float]], name: str) -> float | None:
     """Growth of `name` over the last `LENGTH_WINDOW` steps as a factor, where it is above `LENGTH_SURGE`."""
     if len(history) <= LENGTH_WINDOW or name not in history[-1] or name not in history[-1 - LENGTH_WINDOW]:
         return None
-    now, before = history[-1][name], history[-1 - LENGTH_WINDOW][name]
-    return now / before if before > 0 and now / before > LENGTH_SURGE else None
+    latest, earlier = history[-1][name], history[-1 - LENGTH_WINDOW][name]
+    return latest / earlier if earlier > 0 and latest / earlier > LENGTH_SURGE else None

@@ -56,8 +56,8 @@ def place_of(function: Callable[..., Any]) -> str:
 def place_in(error: BaseException, function: Callable[..., Any]) -> str:
     """Line of `function`'s file that raised `error`, or else the last line of all."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = place_of(function).rpartition(":")[0]
-    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
+    file_name = place_of(function).rpartition(":")[0]
+    frame = next((frame for frame in reversed(frames) if frame.filename == file_name), frames[-1] if frames else None)
     return f"{frame.filename}:{frame.lineno}" if frame is not None else place_of(function)
 
 

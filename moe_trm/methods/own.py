@@ -42,17 +42,17 @@ def load_own(
     Raises:
         ConfigError: it cannot be imported, is not decorated, or bears the name of a built-in method.
     """
-    found, short = load_function(name, key=key), name.rpartition(":")[2]
+    function, short = load_function(name, key=key), name.rpartition(":")[2]
     word = decorator.lstrip("@").partition("(")[0]
-    if not isinstance(found, kind):
+    if not isinstance(function, kind):
         raise ConfigError(
             f"this function is no {what}",
             where=f"config key {key}",
-            got=f"{name}, a plain {type(found).__name__}",
+            got=f"{name}, a plain {type(function).__name__}",
             expected=f"a function under `{decorator}`",
             fix=f"write `from {source} import {word}` in its file and `{decorator}` above `def {short}`",
         )
-    if getattr(found, "name", short) in built_in:
+    if getattr(function, "name", short) in built_in:
         raise ConfigError(
             f"a built-in {what} has this name",
             where=f"config key {key}",
@@ -60,7 +60,7 @@ def load_own(
             expected=f"a name of its own: metrics are called after the function, and {short!r} means the built-in one",
             fix=f"rename the function, e.g. my_{short}",
         )
-    return found
+    return function
 
 
 def check_declaration(
@@ -78,9 +78,9 @@ def check_declaration(
         ConfigError: an unknown choice, or other parameters than two positional ones and keyword-only ones.
     """
     where = f"{what} {function.__name__} of {function.__module__}"
-    for argument, (given, allowed) in choices.items():
-        if given not in allowed:
-            raise ConfigError(f"unknown {argument}", where=where, got=given, expected=", ".join(allowed))
+    for argument, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ConfigError(f"unknown {argument}", where=where, got=value, expected=", ".join(allowed))
     kinds = [parameter.kind for parameter in signature(function).parameters.values()]
     positional = [kind for kind in kinds if kind is not Parameter.KEYWORD_ONLY]
     if positional != [Parameter.POSITIONAL_OR_KEYWORD] * 2:

@@ -23,27 +23,27 @@ def declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, P
 
 
 def resolve(
-    function: Callable[..., Any], given: Mapping[str, Parameter], *, what: str, where: str, missing_fix: str = ""
+    function: Callable[..., Any], settings: Mapping[str, Parameter], *, what: str, where: str, missing_fix: str = ""
 ) -> dict[str, Parameter]:
-    """`given` over the defaults of `function`.
+    """`settings` over the defaults of `function`.
 
     Unknown names, missing ones, NaN and values that the parameter's annotation does not take raise `ConfigError`.
     """
     required, defaults = declared(function)
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in (*required, *defaults):
             raise unknown(what, name, (*required, *defaults), where)
         _check(_hint(function, name, where), name, value, what=what, where=where)
     for name in required:
-        if name not in given:
+        if name not in settings:
             raise ConfigError(
                 f"{what} {name!r} has no default",
                 where=where,
-                got=dict(given),
+                got=dict(settings),
                 expected=", ".join(required),
                 fix=missing_fix,
             )
-    return {**defaults, **given}
+    return {**defaults, **settings}
 
 
 def _hint(function: Callable[..., Any], name: str, where: str) -> Any:
@@ -66,14 +66,14 @@ def _hint(function: Callable[..., Any], name: str, where: str) -> Any:
 def _check(hint: Any, name: str, value: Parameter, *, what: str, where: str) -> None:
     """Refuse a value of another type. Numbers come from YAML as floats, whole ones of which are integers too."""
     place = f"{where}, {name}"
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    plain_value = int(value) if isinstance(value, float) and value.is_integer() else value
     try:
-        TypeAdapter(hint).validate_python(whole, strict=True)
+        TypeAdapter(hint).validate_python(plain_value, strict=True)
     except ValidationError as error:
         if get_origin(hint) is Literal:
-            known = ", ".join(map(str, get_args(hint)))
-            raise ConfigError(f"unknown {name}", where=place, got=value, expected=known) from error
-        expected = " or ".join(found["msg"].removeprefix("Input should be ") for found in error.errors())
+            options = ", ".join(map(str, get_args(hint)))
+            raise ConfigError(f"unknown {name}", where=place, got=value, expected=options) from error
+        expected = " or ".join(issue["msg"].removeprefix("Input should be ") for issue in error.errors())
         raise ConfigError(f"{what} is of another kind", where=place, got=value, expected=expected) from error
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{what} is NaN", where=place, got=value)
@@ -82,31 +82,31 @@ def _check(hint: Any, name: str, value: Parameter, *, what: str, where: str) -> 
 def bind(
     function: Callable[..., Any],
     ratio: str,
-    given: Mapping[str, Parameter],
+    settings: Mapping[str, Parameter],
     known_ratios: Collection[str],
     *,
     what: str,
     where: str,
     missing_fix: str = "",
 ) -> tuple[str, dict[str, Parameter]]:
-    """The ratio that a method reads (`ratio` unless `given` names another one), and all its parameters.
+    """The ratio that a method reads (`ratio` unless `settings` names another one), and all its parameters.
 
     Raises as `resolve` does.
     """
-    own = {name: value for name, value in given.items() if name != "ratio"}
-    chosen = str(given.get("ratio", ratio))
-    if chosen not in known_ratios:
-        raise ConfigError("unknown ratio", where=where, got=chosen, expected=", ".join(known_ratios))
-    return chosen, resolve(function, own, what=what, where=where, missing_fix=missing_fix)
+    parameters = {name: value for name, value in settings.items() if name != "ratio"}
+    ratio_name = str(settings.get("ratio", ratio))
+    if ratio_name not in known_ratios:
+        raise ConfigError("unknown ratio", where=where, got=ratio_name, expected=", ".join(known_ratios))
+    return ratio_name, resolve(function, parameters, what=what, where=where, missing_fix=missing_fix)
 
 
-def unknown(what: str, name: str, known: Collection[str], where: str) -> ConfigError:
+def unknown(what: str, name: str, names: Collection[str], where: str) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     return ConfigError(
         f"unknown {what} {name!r}",
         where=where,
         got=name,
-        expected=", ".join(sorted(known)) or "none",
+        expected=", ".join(sorted(names)) or "none",
         fix=f"did you mean {close[0]!r}?" if close else "",
     )

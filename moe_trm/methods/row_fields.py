@@ -50,15 +50,15 @@ class RowFields:
         return replace(self, **shared(type(self), *sources))
 
 
-BY_ROW: Mapping[str, bool] = {each.name: each.metadata["by_row"] for each in fields(RowFields)}
+BY_ROW: Mapping[str, bool] = {row_field.name: row_field.metadata["by_row"] for row_field in fields(RowFields)}
 """True for a field with one entry for each row."""
 
-GATHERED = tuple(each.name for each in fields(RowFields) if not each.metadata["of_pass"])
+GATHERED = tuple(row_field.name for row_field in fields(RowFields) if not row_field.metadata["of_pass"])
 """Fields that travel between ranks where a whole minibatch is looked at."""
 
 
 def shared(kind: type, *sources: object) -> dict[str, Any]:
     """The fields of this table that the dataclass `kind` has, each from the source that knows it."""
-    found = ((name, getattr(source, name, None)) for name in BY_ROW for source in sources)
-    wanted = {each.name for each in fields(kind)}
-    return {name: value for name, value in found if value is not None and name in wanted}
+    candidates = ((name, getattr(source, name, None)) for name in BY_ROW for source in sources)
+    field_names = {row_field.name for row_field in fields(kind)}
+    return {name: value for name, value in candidates if value is not None and name in field_names}

@@ -38,25 +38,25 @@ def mean(name: str, values: Tensor, mask: Tensor) -> Summable:
     return {f"{name}:sum": _total(values, mask), f"{name}:count": count(mask)}
 
 
-def fraction(name: str, chosen: Tensor, mask: Tensor) -> Summable:
-    """The share of `mask` positions at which the bool `chosen` is True."""
-    return {f"{name}:sum": count(chosen & mask), f"{name}:count": count(mask)}
+def fraction(name: str, selected: Tensor, mask: Tensor) -> Summable:
+    """The share of `mask` positions at which the bool `selected` is True."""
+    return {f"{name}:sum": count(selected & mask), f"{name}:count": count(mask)}
 
 
-def fractions(chosen: Mapping[str, Tensor], mask: Tensor) -> Summable:
+def fractions(selections: Mapping[str, Tensor], mask: Tensor) -> Summable:
     """`fraction` of several, by their names."""
-    sums = (torch.stack([*chosen.values()]) & mask).flatten(1).count_nonzero(dim=1).double()
+    sums = (torch.stack([*selections.values()]) & mask).flatten(1).count_nonzero(dim=1).double()
     total = count(mask)
     return {
         key: value
-        for name, part in zip(chosen, sums.unbind(), strict=True)
+        for name, part in zip(selections, sums.unbind(), strict=True)
         for key, value in ((f"{name}:sum", part), (f"{name}:count", total))
     }
 
 
-def count(chosen: Tensor) -> Tensor:
+def count(selected: Tensor) -> Tensor:
     """Number of True positions, 0-d float64."""
-    return chosen.count_nonzero().double()  # many times faster than a sum of bool
+    return selected.count_nonzero().double()  # many times faster than a sum of bool
 
 
 def moments(name: str, values: Tensor, mask: Tensor) -> Summable:
@@ -116,10 +116,10 @@ def add(parts: Iterable[Mapping[str, Tensor]]) -> Summable:
     return total
 
 
-def _joined(key: str, one: Tensor, other: Tensor) -> Tensor:
+def _joined(key: str, first: Tensor, second: Tensor) -> Tensor:
     if key.endswith(":max"):
-        return torch.maximum(one, other)
-    return torch.minimum(one, other) if key.endswith(":min") else one + other
+        return torch.maximum(first, second)
+    return torch.minimum(first, second) if key.endswith(":min") else first + second
 
 
 def finalize(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -156,25 +156,25 @@ def _finish(name: str, parts: dict[str, float]) -> dict[str, float]:
     if "square" not in parts and "squared" not in parts:
         return {name: average}
     square = parts.get("square", parts.get("squared", 0.0)) / count
-    both = {f"{name}_mean": average, f"{name}_std": math.sqrt(max(square - average**2, 0.0))}
+    moments = {f"{name}_mean": average, f"{name}_std": math.sqrt(max(square - average**2, 0.0))}
     if "squared" in parts:
-        return both
-    return both | {
+        return moments
+    return moments | {
         f"{name}_eff_sample_size": average**2 / square if square > 0 else 1.0,
     }
 
 
 def _finish_percentile(name: str, counts: Sequence[float]) -> dict[str, float]:
-    wanted = PERCENTILE * math.fsum(counts)
-    if not wanted:
+    target_count = PERCENTILE * math.fsum(counts)
+    if not target_count:
         return {}
     # Whole numbers: their sums are exact in any order.
     reached = [0.0, *accumulate(counts)]
-    place = next(i for i, upto in enumerate(reached[1:]) if upto >= wanted)
+    place = next(i for i, upto in enumerate(reached[1:]) if upto >= target_count)
     below = reached[place]
     if place == 0:
         return {f"{name}_p95": 0.0}
-    within = (wanted - below) / counts[place] if place < len(counts) - 1 else 0.0
+    within = (target_count - below) / counts[place] if place < len(counts) - 1 else 0.0
     low, high = (2.0 ** (LOWEST + bound // 2) * (1 + bound % 2 / 2) for bound in (place - 1, place))
     return {f"{name}_p95": low + within * (high - low)}
 

@@ -47,11 +47,11 @@ def _megatron(hf: HfConfig) -> dict[str, object]:
 
 def _rotation(hf: HfConfig) -> dict[str, object]:
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    found: dict[str, object] = {"rotary_base": float(rope.get("rope_theta") or hf.get("rope_theta", 10000.0))}
+    rotation: dict[str, object] = {"rotary_base": float(rope.get("rope_theta") or hf.get("rope_theta", 10000.0))}
     if rope.get("rope_type", rope.get("type", "default")) == "default":
-        return {**found, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+        return {**rotation, "rope_type": "rope", "rotary_scaling_factor": 1.0}
     return {
-        **found,
+        **rotation,
         "rope_type": "yarn",
         "rotary_scaling_factor": float(rope["factor"]),
         "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),

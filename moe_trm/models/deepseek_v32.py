@@ -28,8 +28,8 @@ def indexer_types(hf: HfConfig) -> list[str]:
     layers = range(int(hf["num_hidden_layers"]))
     if pattern := hf.get("index_topk_pattern"):
         return ["full" if kind in ("F", "full") else "shared" for kind in pattern]
-    every, offset = max(int(hf.get("index_topk_freq") or 1), 1), int(hf.get("index_skip_topk_offset", 2))
-    return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in layers]
+    frequency, offset = max(int(hf.get("index_topk_freq") or 1), 1), int(hf.get("index_skip_topk_offset", 2))
+    return ["shared" if max(layer - offset + 1, 0) % frequency else "full" for layer in layers]
 
 
 DEEPSEEK_V32 = replace(

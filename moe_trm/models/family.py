@@ -156,16 +156,16 @@ GATE_BIAS = {"mlp.router.expert_bias": Link(("mlp.gate.e_score_correction_bias",
 
 def heads_attention(*, qk_norm: bool, qkv_bias: bool = False) -> dict[str, Link]:
     """Attention with query, key and value projections, and the two norms of a layer."""
-    found = {
+    links = {
         **NORMS,
         "self_attention.linear_qkv.weight": Link(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv"),
         "self_attention.linear_proj.weight": Link(("self_attn.o_proj.weight",)),
     }
     if qkv_bias:
-        found["self_attention.linear_qkv.bias"] = Link(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv")
+        links["self_attention.linear_qkv.bias"] = Link(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv")
     if qk_norm:
-        found |= {f"self_attention.{x}_layernorm.weight": Link((f"self_attn.{x}_norm.weight",)) for x in "qk"}
-    return found
+        links |= {f"self_attention.{x}_layernorm.weight": Link((f"self_attn.{x}_norm.weight",)) for x in "qk"}
+    return links
 
 
 def sigmoid_router(hf: HfConfig) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def sigmoid_router(hf: HfConfig) -> dict[str, Any]:
     """
     groups = int(hf.get("n_group") or 1)
     shared = int(hf.get("n_shared_experts") or 0)
-    found: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
         "moe_router_enable_expert_bias": True,
@@ -185,10 +185,10 @@ def sigmoid_router(hf: HfConfig) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
     }
     if groups > 1:
-        found |= {"moe_router_num_groups": groups, "moe_router_group_topk": int(hf["topk_group"])}
+        keywords |= {"moe_router_num_groups": groups, "moe_router_group_topk": int(hf["topk_group"])}
     if shared:
-        found["moe_shared_expert_intermediate_size"] = shared * int(hf["moe_intermediate_size"])
-    return found
+        keywords["moe_shared_expert_intermediate_size"] = shared * int(hf["moe_intermediate_size"])
+    return keywords
 
 
 def sigmoid_tensors(hf: HfConfig) -> dict[str, Link]:

@@ -28,11 +28,11 @@ def dequantize(weight_OI: Tensor, scale_RC: Tensor, block: tuple[int, int], dtyp
     Source: `weight_dequant` of DeepSeek-V3's inference code; transformers' `Fp8Dequantize`.
     """
     rows, columns = weight_OI.shape
-    found = torch.empty(rows, columns, dtype=dtype)
+    values = torch.empty(rows, columns, dtype=dtype)
     for index, scale_C in enumerate(scales_of(scale_RC)):
         strip = slice(index * block[0], (index + 1) * block[0])
-        found[strip] = (weight_OI[strip].float() * scale_C.repeat_interleave(block[1])[:columns]).to(dtype)
-    return found
+        values[strip] = (weight_OI[strip].float() * scale_C.repeat_interleave(block[1])[:columns]).to(dtype)
+    return values
 
 
 def quantize(
@@ -62,12 +62,12 @@ def quantize(
 def nearest(weight_OI: Tensor, scale_RC: Tensor, block: tuple[int, int]) -> Tensor:
     """The nearest `q` at these scales; what they cannot hold becomes the largest number."""
     rows, columns = weight_OI.shape
-    found = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     for index, scale_C in enumerate(scales_of(scale_RC)):
         strip = slice(index * block[0], (index + 1) * block[0])
         ratio = weight_OI[strip].float() / scale_C.repeat_interleave(block[1])[:columns]
-        found[strip] = ratio.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return found
+        values[strip] = ratio.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return values
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,7 +101,9 @@ def requantize(
     # Not a number where a stored scale is 0.
     better_RC = ~(_error(new_OI, kept, stored[1], block, dtype) <= _error(new_OI, fresh, scale_RC, block, dtype))
     strips = torch.split(new_OI != old_OI, block[0])
-    changed_RC = torch.stack([torch.stack([part.any() for part in torch.split(one, block[1], 1)]) for one in strips])
+    changed_RC = torch.stack(
+        [torch.stack([part.any() for part in torch.split(strip, block[1], 1)]) for strip in strips]
+    )
 
     def wide(blocks_RC: Tensor) -> Tensor:
         rows = blocks_RC.repeat_interleave(block[0], 0)[: len(fresh)]
@@ -113,12 +115,12 @@ def requantize(
 
 def _error(weight_OI: Tensor, values: Tensor, scale_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Squared distance of each block from `weight`, `[R, C]`."""
-    found = list[Tensor]()
+    errors = list[Tensor]()
     back_OI = dequantize(values, scale_RC, block, dtype)
     for strip, back in zip(torch.split(weight_OI, block[0]), torch.split(back_OI, block[0]), strict=True):
         off = back.float() - strip.float()
-        found.append(torch.stack([one.square().sum() for one in torch.split(off, block[1], 1)]))
-    return torch.stack(found)
+        errors.append(torch.stack([block_part.square().sum() for block_part in torch.split(off, block[1], 1)]))
+    return torch.stack(errors)
 
 
 def _chosen(where: Tensor, yes: Tensor, no: Tensor) -> Tensor:

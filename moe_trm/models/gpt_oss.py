@@ -11,12 +11,12 @@ from moe_trm.models.family import Attention, AttentionKind, Family, HfConfig, Li
 
 
 def _attention(hf: HfConfig, layer: int) -> Attention:
-    found = {
+    links = {
         **heads_attention(qk_norm=False, qkv_bias=True),
         "self_attention.linear_proj.bias": Link(("self_attn.o_proj.bias",)),
         "self_attention.core_attention.softmax_offset": Link(("self_attn.sinks",)),
     }
-    return Attention(_kind(hf, layer), found)
+    return Attention(_kind(hf, layer), links)
 
 
 def _kind(hf: HfConfig, layer: int) -> AttentionKind:

@@ -131,14 +131,14 @@ def library_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3. Qwen3.5
     has no sections of positions, which are for images: those of text are alike in all of them.
     """
-    found = without_prediction_layers(plain_config(hf_config))
-    if found.get("model_type") in _ALIASES:
-        found["model_type"] = _ALIASES[found["model_type"]]
-        found.pop("auto_map", None)
-    if found.get("model_type") == "qwen3_5_moe_text" and has_sections(found):
-        rope = found["rope_parameters"]
-        found["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
-    return found
+    config = without_prediction_layers(plain_config(hf_config))
+    if config.get("model_type") in _ALIASES:
+        config["model_type"] = _ALIASES[config["model_type"]]
+        config.pop("auto_map", None)
+    if config.get("model_type") == "qwen3_5_moe_text" and has_sections(config):
+        rope = config["rope_parameters"]
+        config["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
+    return config
 
 
 def has_sections(hf_config: Mapping[str, Any]) -> bool:
@@ -187,9 +187,9 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     kinds = hf_config.get("mlp_layer_types") or ()
     dense = {*(hf_config.get("mlp_only_layers") or ()), *(i for i, kind in enumerate(kinds) if kind == "dense")}
     step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)
-    every = int(hf_config.get("moe_layer_freq") or 1)
+    frequency = int(hf_config.get("moe_layer_freq") or 1)
     return tuple(
         layer
         for layer in range(int(hf_config["num_hidden_layers"]))
-        if layer not in dense and (layer + 1) % step == 0 and layer >= first and layer % every == 0
+        if layer not in dense and (layer + 1) % step == 0 and layer >= first and layer % frequency == 0
     )

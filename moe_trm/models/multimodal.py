@@ -60,12 +60,12 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
         hf: config.json of the text.
     """
     experts, width, hidden = num_experts(hf), expert_width(hf), int(hf["hidden_size"])
-    found = dict[str, PublishedPlace]()
+    published = dict[str, PublishedPlace]()
     for name, stored in parts.items():
-        own = f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
-        stacked = _STACKED.fullmatch(own)
+        plain_name = f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
+        stacked = _STACKED.fullmatch(plain_name)
         if stacked is None or len(stored) > 1:
-            found[own] = PublishedPlace(name)
+            published[plain_name] = PublishedPlace(name)
             continue
         outputs = {"gate_proj": (0, width), "up_proj": (width, 2 * width)}
         if stacked[2] == "down_proj":
@@ -73,7 +73,7 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
         sizes = experts, max(stop for _, stop in outputs.values())
         for expert in range(experts):
             for matrix, (start, stop) in outputs.items():
-                found[f"{stacked[1]}.{expert}.{matrix}.weight"] = PublishedPlace(
+                published[f"{stacked[1]}.{expert}.{matrix}.weight"] = PublishedPlace(
                     name, ExpertRows(sizes, expert, start, stop)
                 )
-    return found
+    return published

@@ -22,11 +22,11 @@ _MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, Fals
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`[..., O, G, 16]` bytes and `[..., O, G]` exponents -> `[..., I, O]`; exact in bfloat16 and float32."""
     if blocks.dim() > 3:  # one expert at a time: indices and float32 are wide
-        return torch.stack([dequantize(*one, dtype) for one in zip(blocks, scales, strict=True)])
+        return torch.stack([dequantize(*expert_parts, dtype) for expert_parts in zip(blocks, scales, strict=True)])
     values = torch.tensor(VALUES, dtype=dtype)
     halves = torch.stack([blocks & 0x0F, blocks >> 4], -1).flatten(-2)
-    found = torch.ldexp(values[halves.int()], (scales.int() - 127).unsqueeze(-1)).to(dtype)
-    return found.flatten(-2).mT.contiguous()
+    decoded = torch.ldexp(values[halves.int()], (scales.int() - 127).unsqueeze(-1)).to(dtype)
+    return decoded.flatten(-2).mT.contiguous()
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     `VALUES`. `downcast_to_mxfp` of triton_kernels, gpt-oss's own, chooses the same exponent.
     """
     if weight.dim() > 2:
-        return _stacked([quantize(one) for one in weight])
+        return _stacked([quantize(expert) for expert in weight])
     rows = weight.float().mT
     groups = rows.reshape(len(rows), -1, GROUP)
     largest = groups.abs().amax(-1)
@@ -62,7 +62,9 @@ def requantize(new: Tensor, old: Tensor, stored: tuple[Tensor, Tensor]) -> tuple
     """
     if new.dim() > 2:
         rows = zip(new, old, *stored, strict=True)
-        return _stacked([requantize(one, before, (bits, exponents)) for one, before, bits, exponents in rows])
+        return _stacked(
+            [requantize(expert, old_expert, (bits, exponents)) for expert, old_expert, bits, exponents in rows]
+        )
     blocks, scales = quantize(new)
     groups = new.float().mT.reshape(*scales.shape, GROUP)
     kept = nearest(groups, stored[1])

@@ -76,8 +76,8 @@ def parts_of(names: Collection[str], quantisation: Quantisation | None) -> dict[
         scaled = {name for name in names if name + SCALE_INV in names}
         hidden = {name + SCALE_INV for name in scaled}
         return {name: (name, name + SCALE_INV) if name in scaled else (name,) for name in names if name not in hidden}
-    whole = {name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS)}
-    whole = {name for name in whole if name + SCALES in names}
-    hidden = {name + end for name in whole for end in (BLOCKS, SCALES)}
+    stems = {name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS)}
+    stems = {name for name in stems if name + SCALES in names}
+    hidden = {name + end for name in stems for end in (BLOCKS, SCALES)}
     plain = {name: (name,) for name in names if name not in hidden}
-    return plain | {name: (name + BLOCKS, name + SCALES) for name in whole}
+    return plain | {name: (name + BLOCKS, name + SCALES) for name in stems}

@@ -5,7 +5,7 @@ from moe_trm.models.hybrid import HYBRID_REQUIRED, ONLY_TRANSFORMERS, TINY, gate
 
 
 def _attention(hf: HfConfig, layer: int) -> Attention:
-    return hybrid_attention(hf, layer, (f"in_proj_{each}" for each in ("qkv", "z", "b", "a")))
+    return hybrid_attention(hf, layer, (f"in_proj_{suffix}" for suffix in ("qkv", "z", "b", "a")))
 
 
 QWEN3_5_MOE = Family(

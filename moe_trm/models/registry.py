@@ -57,9 +57,9 @@ _NEAREST = {
 
 def find_family(hf_config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json, None when it is not supported."""
-    known = {family.architecture: family for family in FAMILIES.values()}
+    by_architecture = {family.architecture: family for family in FAMILIES.values()}
     architectures = hf_config.get("architectures") or []
-    return known.get(architectures[0]) if len(architectures) == 1 else None
+    return by_architecture.get(architectures[0]) if len(architectures) == 1 else None
 
 
 def indexer_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def refuse_unsupported(hf_config: Mapping[str, Any], where: str) -> None:
             "model architecture is not supported",
             where=where,
             got=f"{architecture}: {reason}",
-            expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
+            expected=f"one of {', '.join(family.architecture for family in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families.",
         )
 
@@ -110,7 +110,7 @@ def family_of(hf_config: Mapping[str, Any], where: str, fix: str = _NO_CONVERSIO
             "model architecture is not supported",
             where=where,
             got=hf_config.get("architectures") or [""],
-            expected=f"one of {', '.join(each.architecture for each in FAMILIES.values())}",
+            expected=f"one of {', '.join(supported.architecture for supported in FAMILIES.values())}",
             fix=fix,
         )
     return family

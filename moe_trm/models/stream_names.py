@@ -17,12 +17,12 @@ _NORM = re.compile(
 
 def around_norm(module: str, num_layers: int) -> tuple[str, str] | None:
     """Names of the hidden states before and after a module; None where it is no norm of the stream."""
-    found = _NORM.fullmatch(module)
-    if found is None:
+    match = _NORM.fullmatch(module)
+    if match is None:
         return None
-    if found["layer"] is None:
+    if match["layer"] is None:
         return f"layer {num_layers - 1}: MLP", "final norm"
-    layer = int(found["layer"])
-    if found["input"] is None:
+    layer = int(match["layer"])
+    if match["input"] is None:
         return f"layer {layer}: attention", f"layer {layer}: post-attention norm"
     return f"layer {layer - 1}: MLP" if layer else "embedding", f"layer {layer}: input norm"

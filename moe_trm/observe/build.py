@@ -29,20 +29,20 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     """
     path = run_dir / "metrics.jsonl"
     keep_steps(path, first_step)
-    others: dict[str, Sink] = {
+    optional_sinks: dict[str, Sink] = {
         "terminal": _terminal(config.name, config.observe, config.train),
         "servers": ServerLog(run_dir),
         "state": RunOutcome(run_dir, first_step=first_step, last_step=config.train.steps),
     }
     tracked = TrackedRun(config.name, config.observe.project, config.dump(), run_dir)
-    others |= {name: open_tracker(name, tracked) for name in config.observe.sinks}
+    optional_sinks |= {name: open_tracker(name, tracked) for name in config.observe.sinks}
     if config.observe.prometheus_port:
-        others["prometheus"] = open_prometheus(config.observe.prometheus_port)
+        optional_sinks["prometheus"] = open_prometheus(config.observe.prometheus_port)
     if config.observe.transcripts:
-        others["transcripts"] = open_transcripts(config.observe, config.model, run_dir, first_step)
+        optional_sinks["transcripts"] = open_transcripts(config.observe, config.model, run_dir, first_step)
     if config.observe.report:
-        others["report"] = ReportPage(run_dir)
-    sinks = [JsonLines(path), *(Guarded(sink, name) for name, sink in others.items())]
+        optional_sinks["report"] = ReportPage(run_dir)
+    sinks = [JsonLines(path), *(Guarded(sink, name) for name, sink in optional_sinks.items())]
     with ExitStack() as stack:
         for sink in reversed(sinks):
             stack.callback(sink.close)

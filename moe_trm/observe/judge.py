@@ -31,15 +31,15 @@ class Judge:
         """
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
         alarm = nothing_trains(self._history, self._settings) or mask_hides_gap(self._history, self._settings)
-        found = alarm or verdict(self._history, settings=self._settings)
-        if self._quantization and found.case == "precision":
-            own = (
+        judgement = alarm or verdict(self._history, settings=self._settings)
+        if self._quantization and judgement.case == "precision":
+            sentence = (
                 f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 "
                 f"{metrics['engine/k3_kl']:.2g} from the learner's), which is no fault: corrections are for this."
             )
-            found = replace(found, sentence=own, config="")
-        said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
-        return said | ({"verdict/config": found.config} if found.config else {})
+            judgement = replace(judgement, sentence=sentence, config="")
+        entries: dict[str, str] = {"verdict": judgement.sentence, "verdict/case": judgement.case}
+        return entries | ({"verdict/config": judgement.config} if judgement.config else {})
 
     def state(self) -> list[Mapping[str, float]]:
         """State for a checkpoint, as plain data."""

@@ -107,14 +107,14 @@ class LivePanel(Sink):
     def _remaining(self) -> str:
         if len(self._ends) < 2 or self._step >= self._steps:
             return ""
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return f"{clock(each * (self._steps - self._step))} left"
+        step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return f"{clock(step_s * (self._steps - self._step))} left"
 
     def _phases(self) -> Table:
         """The phase of this moment, and the last step's phases as bars of one length scale."""
         table = Table.grid(padding=(0, 1))
-        now = "" if self._phase == "ended" else f" {time.monotonic() - self._entered:.0f} s"
-        table.add_row("now", Text(f"{self._phase}{now}", style="bold"), "")
+        elapsed = "" if self._phase == "ended" else f" {time.monotonic() - self._entered:.0f} s"
+        table.add_row("now", Text(f"{self._phase}{elapsed}", style="bold"), "")
         spent = {name: float(self._known[key]) for name in self._parts if (key := f"time/{name}_s") in self._known}
         longest = max(spent.values(), default=0.0)
         for name, seconds in spent.items():
@@ -126,11 +126,11 @@ class LivePanel(Sink):
         """One line for each server that was out of service, or awaited, at the last look."""
         since = time.monotonic() - self._told
         lost = [(state, state.lost_s + since) for state in self._servers if state.lost_s is not None]
-        left = len(self._servers) - len(lost)
+        num_serving = len(self._servers) - len(lost)
         return [
             Text(
-                f"rollout server {state.url} is out of service for {clock(seconds)}, {left} of {len(self._servers)} "
-                f"in service: {state.why}",
+                f"rollout server {state.url} is out of service for {clock(seconds)}, {num_serving} of "
+                f"{len(self._servers)} in service: {state.why}",
                 style="bold red",
             )
             for state, seconds in lost
@@ -164,9 +164,9 @@ def sparkline(values: Sequence[float]) -> str:
 
 def clock(seconds: float) -> str:
     """`12 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    if total_s < 3600:
+        return f"{total_s // 60} min {total_s % 60:02} s"
+    return f"{total_s // 3600} h {total_s % 3600 // 60:02} min"

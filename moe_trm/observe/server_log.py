@@ -66,14 +66,14 @@ class ServerChanges:
         """Changes since the last look. One that was lost and came back in between is not seen."""
         changes = []
         for state in states:
-            before = self._lost.get(state.url)
+            earlier = self._lost.get(state.url)
             if state.lost_s is not None:
                 self._lost[state.url] = state
-                if before is None:
+                if earlier is None:
                     changes.append(ServerChange(state.url, True, state.lost_s, state.why))
-            elif before is not None:
+            elif earlier is not None:
                 del self._lost[state.url]
-                changes.append(ServerChange(state.url, False, before.lost_s or 0.0, before.why))
+                changes.append(ServerChange(state.url, False, earlier.lost_s or 0.0, earlier.why))
         return changes
 
 

@@ -54,14 +54,14 @@ class Transcripts(Sink):
                 ids[row.record.row_id] = transcript(row, place, evidence, correction)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        chosen, self._seen = choose(list(self._seen.values()), self._most), {}
-        if chosen:
+        selected, self._seen = choose(list(self._seen.values()), self._most), {}
+        if selected:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"step-{step:06d}"
-            pieces = [self._pieces(each) for each in chosen]
-            write_private(path.with_suffix(".txt"), as_text(step, chosen, pieces).encode())
-            write_private(path.with_suffix(".html"), transcript_page(step, chosen, pieces).encode())
-        self._due = (step + 1) % self._every == 0 or (self._due and not chosen)
+            pieces = [self._pieces(entry) for entry in selected]
+            write_private(path.with_suffix(".txt"), as_text(step, selected, pieces).encode())
+            write_private(path.with_suffix(".html"), transcript_page(step, selected, pieces).encode())
+        self._due = (step + 1) % self._every == 0 or (self._due and not selected)
 
     def _pieces(self, transcript: Transcript) -> list[str]:
         if self._decoder is None:
@@ -83,31 +83,31 @@ def open_transcripts(observe: ObserveConfig, model: ModelConfig, run_dir: Path, 
 def choose(seen: Sequence[Transcript], most: int) -> list[Transcript]:
     """At most `most`, of different prompts as far as there are, in their order."""
     firsts: dict[int, Transcript] = {}
-    for each in seen:
-        firsts.setdefault(each.row.record.group_id, each)
+    for entry in seen:
+        firsts.setdefault(entry.row.record.group_id, entry)
     different = list(firsts.values())
-    others = [each for each in seen if all(each is not first for first in different)]
-    return (different + others)[:most]
+    remaining = [entry for entry in seen if all(entry is not first for first in different)]
+    return (different + remaining)[:most]
 
 
 def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) -> str:
     """Text for a terminal: `[-...-]` around rejected tokens, `{...}` around tokens from a tool or template."""
     parts = [f"Step {step}. [-rejected by the correction-] {{given by a tool or template, not sampled}}"]
-    for each, texts in zip(transcripts, pieces, strict=True):
-        record = each.row.record
-        ratios = [value for value in each.log_ratio if value is not None]
+    for entry, texts in zip(transcripts, pieces, strict=True):
+        record = entry.row.record
+        ratios = [value for value in entry.log_ratio if value is not None]
         worst = max(ratios, key=abs, default=0.0)
-        kept = sum(value is True for value in each.keep)
+        kept = sum(value is True for value in entry.keep)
         parts.append(
             f"\n=== {name_of(record).lower()} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
-            f"{each.advantage:.3g}, "
+            f"{entry.advantage:.3g}, "
             f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions "
             f"{versions(record.versions)}, "
-            f"{kept} kept; largest {each.ratio} log-ratio {worst:+.2g}\n"
+            f"{kept} kept; largest {entry.ratio} log-ratio {worst:+.2g}\n"
         )
         if len(record.session) > 1:
             parts += [f"    {line}" for line in tree_lines(record.session, record.row)]
-        parts.append("".join(_marked(each, texts)))
+        parts.append("".join(_marked(entry, texts)))
     return "\n".join(parts) + "\n"
 
 
@@ -117,11 +117,11 @@ def versions(values: np.ndarray) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _marked(each: Transcript, texts: Sequence[str]) -> list[str]:
+def _marked(entry: Transcript, texts: Sequence[str]) -> list[str]:
     def mark(place: int) -> tuple[str, str]:
-        if each.kinds[place] == "given":
+        if entry.kinds[place] == "given":
             return "{", "}"
-        return ("[-", "-]") if each.keep[place] is False else ("", "")
+        return ("[-", "-]") if entry.keep[place] is False else ("", "")
 
     runs = groupby(range(len(texts)), key=mark)
-    return [before + "".join(texts[place] for place in places) + after for (before, after), places in runs]
+    return [prefix + "".join(texts[place] for place in places) + after for (prefix, after), places in runs]

@@ -137,7 +137,7 @@ class BundleReader:
         path = self._existing(step)
         header, arrays = read_checked(path, Header, FORMAT, *READABLE)
         parts = np.split(arrays["rollout_logprobs"], arrays["sampled_offsets"][1:-1])
-        names = [row_id(*both) for both in zip(header.sample_ids, _rows(header), strict=True)]
+        names = [row_id(*sample_and_row) for sample_and_row in zip(header.sample_ids, _rows(header), strict=True)]
         return dict(zip(names, parts, strict=True))
 
     def _existing(self, step: int) -> Path:
@@ -173,9 +173,9 @@ def _mask_kind(record: RolloutRecord) -> str:
 
 
 def _pack_masks(records: Sequence[RolloutRecord], kind: str) -> np.ndarray:
-    chosen = [record for record in records if _mask_kind(record) == kind]
-    mask = join([record.sampling_mask for record in chosen if record.sampling_mask])
-    sampled = _join([record.tokens[record.sampled] for record in chosen], np.int32)
+    members = [record for record in records if _mask_kind(record) == kind]
+    mask = join([record.sampling_mask for record in members if record.sampling_mask])
+    sampled = _join([record.tokens[record.sampled] for record in members], np.int32)
     vocab_size = 1 + max([0, *mask.ids.tolist(), *sampled.tolist()])
     return np.frombuffer(encode_masks(mask, sampled, vocab_size), np.uint8)
 
@@ -183,9 +183,9 @@ def _pack_masks(records: Sequence[RolloutRecord], kind: str) -> np.ndarray:
 def _unpack_masks(arrays: Arrays, name: str, numbers: Sequence[int]) -> dict[int, SamplingMask]:
     """Masks of the records `numbers`, which have one of this kind, by number."""
     tokens, sampled, offsets = arrays["tokens"], arrays["sampled"].astype(bool), arrays["token_offsets"]
-    own = [tokens[slice(*offsets[n : n + 2])][sampled[slice(*offsets[n : n + 2])]] for n in numbers]
-    mask = decode_masks(arrays[name].tobytes(), _join(own, np.int32))
-    return dict(zip(numbers, split(mask, [len(ids) for ids in own]), strict=True))
+    sampled_ids = [tokens[slice(*offsets[n : n + 2])][sampled[slice(*offsets[n : n + 2])]] for n in numbers]
+    mask = decode_masks(arrays[name].tobytes(), _join(sampled_ids, np.int32))
+    return dict(zip(numbers, split(mask, [len(ids) for ids in sampled_ids]), strict=True))
 
 
 def _route_groups(records: Sequence[RolloutRecord]) -> list[list[int]]:
@@ -207,7 +207,7 @@ def _unpack_routes(header: Header, arrays: Arrays) -> dict[int, RouteRecord]:
 
 
 def _pack(records: Sequence[RolloutRecord], groups: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    members = [[known for number in numbers if (known := records[number].routes)] for numbers in groups]
+    members = [[member_routes for number in numbers if (member_routes := records[number].routes)] for numbers in groups]
     routes = [np.frombuffer(encode_group(group), np.uint8) for group in members]
     return {
         "tokens": _join([record.tokens for record in records], np.int32),
@@ -237,7 +237,9 @@ def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
     records, masks = [], dict[int, SamplingMask]()
     for name, kind in (("masks", "logprobs"), ("bare_masks", "ids")):
-        masks |= _unpack_masks(arrays, name, [n for n, other in enumerate(header.mask_kinds) if other == kind])
+        masks |= _unpack_masks(
+            arrays, name, [n for n, other_kind in enumerate(header.mask_kinds) if other_kind == kind]
+        )
     routes, rows = _unpack_routes(header, arrays), _rows(header)
     for number, sample_id in enumerate(header.sample_ids):
         of_tokens = slice(*arrays["token_offsets"][number : number + 2])

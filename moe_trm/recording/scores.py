@@ -99,12 +99,12 @@ def write_scores(folder: Path, step: int, updates: Sequence[ScoredUpdate], *, da
     """One rank's updates of one step as a file, whole or not at all."""
     arrays: dict[str, np.ndarray] = {}
     for number, update in enumerate(updates):
-        for each in fields(ScoredBatch):
-            values = [getattr(batch, each.name) for batch in update.batches]
+        for score_field in fields(ScoredBatch):
+            values = [getattr(batch, score_field.name) for batch in update.batches]
             if any(value is None for value in values):
                 continue
-            arrays[f"{number}/{each.name}"] = torch.cat(
-                [_packed(each.name, batch, value) for batch, value in zip(update.batches, values, strict=True)]
+            arrays[f"{number}/{score_field.name}"] = torch.cat(
+                [_packed(score_field.name, batch, value) for batch, value in zip(update.batches, values, strict=True)]
             ).numpy()
     header = ScoresHeader(
         format=FORMAT,
@@ -114,14 +114,14 @@ def write_scores(folder: Path, step: int, updates: Sequence[ScoredUpdate], *, da
         data_size=data_size,
         updates=[
             UpdateHeader(
-                [(*batch.mask.shape,) for batch in one.batches],
-                one.num_sequences,
-                one.num_tokens,
-                one.recovery,
-                one.version,
-                one.kl_coef,
+                [(*batch.mask.shape,) for batch in scored_update.batches],
+                scored_update.num_sequences,
+                scored_update.num_tokens,
+                scored_update.recovery,
+                scored_update.version,
+                scored_update.kl_coef,
             )
-            for one in updates
+            for scored_update in updates
         ],
     )
     write_checked(folder / f"scores-{step:06d}-rank-{data_rank:03d}.safetensors", header, arrays)
@@ -202,20 +202,22 @@ class ScoresReader:
 
 
 def _unpacked(header: UpdateHeader, arrays: Arrays, prefix: str) -> ScoredUpdate:
-    known = {
+    tensors = {
         name.removeprefix(prefix): torch.from_numpy(array) for name, array in arrays.items() if name.startswith(prefix)
     }
     sizes = [rows * columns for rows, columns in header.shapes]
-    masks = [part.view(shape) for part, shape in zip(torch.split(known.pop("mask"), sizes), header.shapes, strict=True)]
+    masks = [
+        part.view(shape) for part, shape in zip(torch.split(tensors.pop("mask"), sizes), header.shapes, strict=True)
+    ]
     lengths = [[int(mask.sum()) for mask in masks], [len(mask) for mask in masks]]
-    parts = {name: torch.split(values, lengths[name in _ROW_FIELDS]) for name, values in known.items()}
+    parts = {name: torch.split(values, lengths[name in _ROW_FIELDS]) for name, values in tensors.items()}
     batches = []
     for index, mask in enumerate(masks):
-        own = {
+        batch_fields = {
             name: values[index] if name in _ROW_FIELDS else _spread(values[index], mask)
             for name, values in parts.items()
         }
-        batches.append(ScoredBatch(mask=mask, **own))
+        batches.append(ScoredBatch(mask=mask, **batch_fields))
     return ScoredUpdate(
         tuple(batches), header.num_sequences, header.num_tokens, header.recovery, header.version, header.kl_coef
     )

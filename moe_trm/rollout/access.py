@@ -60,14 +60,14 @@ def await_access(run_dir: Path, attempt: str, *, wait_s: float = WAIT_S) -> Acce
             access = msgspec.json.decode(read_private(path), type=Access)
             if access.attempt == attempt:
                 return access
-            found = "that of another attempt"
+            problem = "that of another attempt"
         except (OSError, msgspec.DecodeError) as error:
-            found = str(error)
+            problem = str(error)
         if time.monotonic() > deadline:
             raise ConfigError(
                 "the first rank's file with the address of the controller is not here",
                 where=str(path),
-                got=found,
+                got=problem,
                 expected="a file of this attempt, of this user, that nobody else can read",
                 fix="Let run_dir be a folder that all machines of the run share, mounted for the same user.",
             )

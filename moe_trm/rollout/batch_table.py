@@ -143,10 +143,10 @@ def batch_of(table: BatchTable) -> TrainBatch:
         rows = _rows(table.rows)
         if sum(sum(mini.micro_batches) for mini in table.mini_batches) != len(rows):
             raise ValueError(f"micro-batches do not have {len(rows)} rows")
-        left = iter(rows)
+        remaining = iter(rows)
         minis = tuple(
             MiniBatch(
-                tuple(MicroBatch(tuple(islice(left, count))) for count in mini.micro_batches),
+                tuple(MicroBatch(tuple(islice(remaining, count))) for count in mini.micro_batches),
                 mini.num_sequences,
                 mini.num_tokens,
             )
@@ -176,7 +176,7 @@ def _route_table(routes: Sequence[RouteRecord]) -> RouteTable:
         routes,
         experts=_arrays(_field("experts", routes)),
         covered=_some(_field("covered", routes), _arrays),
-        indexer=[None if each is None else each.encode() for each in _field("indexer", routes)],
+        indexer=[None if choice is None else choice.encode() for choice in _field("indexer", routes)],
     )
 
 
@@ -254,5 +254,5 @@ def _spread(some: Some[Any]) -> list[Any]:
     values = _rows(some.values)
     if sum(some.there) != len(values):
         raise ValueError(f"{len(values)} values for {sum(some.there)} rows")
-    left = iter(values)
-    return [next(left) if there else None for there in some.there]
+    remaining = iter(values)
+    return [next(remaining) if is_present else None for is_present in some.there]

@@ -107,8 +107,8 @@ class Evaluator:
         if len(records) < len(answers.greedy):
             metrics["answered_fraction"] = len(records) / len(answers.greedy)
             counted = "count as wrong" if name_of_mean == "accuracy" else "are left out of the figures"
-            told = (len(answers.greedy) - len(records), len(answers.greedy), f" of {name}" if name else "", counted)
-            log.warning("%d of %d greedy answers%s have no reward and %s", *told)
+            details = (len(answers.greedy) - len(records), len(answers.greedy), f" of {name}" if name else "", counted)
+            log.warning("%d of %d greedy answers%s have no reward and %s", *details)
         of_prompt = self._counted(list(zip(*answers.samples, strict=True)))
         scored = [rewards for rewards in of_prompt if rewards]
         if scored:
@@ -119,8 +119,8 @@ class Evaluator:
             )
             best = float(np.mean([max(rewards) for rewards in scored]))
             metrics |= {f"{name}_at_{self._num_samples}": best for name in names}
-        every = (answers.greedy, *answers.samples)
-        reasons = Counter(answer for given in every for answer in given if isinstance(answer, str))
+        answer_sets = (answers.greedy, *answers.samples)
+        reasons = Counter(answer for answer_set in answer_sets for answer in answer_set if isinstance(answer, str))
         metrics |= {f"rejected/{reason}": float(number) for reason, number in sorted(reasons.items())}
         prefix = f"eval/{name}/" if name else "eval/"
         return {f"{prefix}{key}": value for key, value in metrics.items()}
@@ -132,12 +132,16 @@ class Evaluator:
         [rewards] = self._counted([answers.greedy])
         return self._greedy_metric if _right_or_wrong(rewards) else "reward", rewards
 
-    def _counted(self, given: Sequence[Sequence[Answer]]) -> list[list[float]]:
+    def _counted(self, answer_sets: Sequence[Sequence[Answer]]) -> list[list[float]]:
         """The rewards of each of these lots of answers. One without is wrong where all others say right or wrong."""
-        found = [[reward_of(answer) for answer in lot if isinstance(answer, RolloutRecord)] for lot in given]
-        if self._greedy_metric != "accuracy" or not all(map(_right_or_wrong, found)):
-            return found
-        return [rewards + [0.0] * (len(lot) - len(rewards)) for rewards, lot in zip(found, given, strict=True)]
+        reward_lists = [
+            [reward_of(answer) for answer in lot if isinstance(answer, RolloutRecord)] for lot in answer_sets
+        ]
+        if self._greedy_metric != "accuracy" or not all(map(_right_or_wrong, reward_lists)):
+            return reward_lists
+        return [
+            rewards + [0.0] * (len(lot) - len(rewards)) for rewards, lot in zip(reward_lists, answer_sets, strict=True)
+        ]
 
     async def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(prompt, params) for prompt in prompts)))

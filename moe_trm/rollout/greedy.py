@@ -76,10 +76,10 @@ class GreedyBaseline:
 
     async def close(self) -> None:
         """Give up what is being answered, and release the sampler."""
-        left = [*self._running]
-        for answer in left:
+        pending = [*self._running]
+        for answer in pending:
             answer.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         await self._sampler.close()
 
     def _answer_of(self, prompt: Prompt, group_id: int) -> asyncio.Task[RolloutRecord]:

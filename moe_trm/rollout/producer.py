@@ -101,7 +101,11 @@ class Producer:
                 outcomes.append(await self._accepted(prompt, sample_id=sample_id, group_id=group_id))
             except RecordRejected as rejection:
                 outcomes.append(rejection.reason)
-        kept = [one for one in outcomes if not isinstance(one, str) and not reason_to_drop_sample(one, self._filters)]
+        kept = [
+            outcome
+            for outcome in outcomes
+            if not isinstance(outcome, str) and not reason_to_drop_sample(outcome, self._filters)
+        ]
         return Group(group_id, tuple(outcomes), tuple(kept))
 
     def state(self) -> dict[str, object]:
@@ -191,9 +195,9 @@ class BusyClock:
 
     def set(self, *, busy: bool) -> None:
         """From now on."""
-        now = time.perf_counter()
-        self._seconds[self._busy] += now - self._since
-        self._busy, self._since = busy, now
+        now_s = time.perf_counter()
+        self._seconds[self._busy] += now_s - self._since
+        self._busy, self._since = busy, now_s
 
     def take(self) -> tuple[float, float]:
         """Busy and idle seconds since the last call."""

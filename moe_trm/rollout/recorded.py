@@ -151,8 +151,8 @@ class BundleEngine:
             )
 
     def _check_same_run(self, record: RolloutRecord, prompt: Prompt, group_id: int) -> None:
-        before = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
-        recorded_prompt = before[: len(prompt.token_ids)] if self._prompts_grow else before
+        context = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
+        recorded_prompt = context[: len(prompt.token_ids)] if self._prompts_grow else context
         same = record.prompt_id == prompt.prompt_id if self._prompts_own else recorded_prompt == tuple(prompt.token_ids)
         if not same or record.group_id != group_id:
             raise BundleError(

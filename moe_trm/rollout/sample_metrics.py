@@ -77,9 +77,11 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     if len(mask.ids) <= MEASURED_IDS:
         measured = mask
     else:
-        before = np.cumsum([0, *(len(own.ids) for _, own in recorded[:-1])]).tolist()
-        measured = join([own for (_, own), ids in zip(recorded, before, strict=True) if ids < MEASURED_IDS])
-    bare, whole = encoded_lengths(measured, vocab_size)
+        earlier_ids = np.cumsum([0, *(len(row_mask.ids) for _, row_mask in recorded[:-1])]).tolist()
+        measured = join(
+            [row_mask for (_, row_mask), ids in zip(recorded, earlier_ids, strict=True) if ids < MEASURED_IDS]
+        )
+    bare, encoded_bytes = encoded_lengths(measured, vocab_size)
     return {
         "sampling_mask/size_mean": float(kept_sizes.mean()),
         "sampling_mask/size_median": median,
@@ -89,7 +91,7 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
         "sampling_mask/violations": float(mask.violations),
         "sampling_mask/top_k": float(params.top_k),
         "sampling_mask/id_bytes_per_token": bare / measured.num_rows,
-        "sampling_mask/bytes_per_token": whole / measured.num_rows,
+        "sampling_mask/bytes_per_token": encoded_bytes / measured.num_rows,
         **({} if np.isnan(log_mass).any() else {"sampling_mask/kept_mass_mean": float(np.exp(log_mass).mean())}),
     }
 

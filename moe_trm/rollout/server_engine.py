@@ -254,9 +254,9 @@ class ServerEngine:
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights, and prove them: by checksum, and by use where that is due."""
-        due = self._use.due(new=server.version is None)
-        version = await self._give(server, keeps=not due)
-        if due:
+        proof_due = self._use.due(new=server.version is None)
+        version = await self._give(server, keeps=not proof_due)
+        if proof_due:
             # A broadcast leaves no copy to give it again.
             again = (lambda: self._give(server, keeps=False)) if self._shares is None else None
             await self._use.prove(server.http, again)

@@ -35,8 +35,8 @@ class StepParts:
         """Count another part in."""
         self.trained += trained
         self.plan = self.plan or [[] for _ in plan]
-        for whole, part in zip(self.plan, plan, strict=True):
-            whole += part
+        for planned, part in zip(self.plan, plan, strict=True):
+            planned += part
 
 
 def versions_of(records: Sequence[RolloutRecord]) -> tuple[int, ...]:

@@ -35,7 +35,10 @@ class StepPlan:
     def shares(self, metrics: Mapping[str, float]) -> list[TrainBatch]:
         """The share of every rank, each with these metrics."""
         versions = versions_of(self.records)
-        return [TrainBatch(self.step, tuple(own), metrics, versions, self.compared) for own in self.minibatches]
+        return [
+            TrainBatch(self.step, tuple(rank_minibatches), metrics, versions, self.compared)
+            for rank_minibatches in self.minibatches
+        ]
 
 
 class StepPlanner:
@@ -60,7 +63,7 @@ class StepPlanner:
 
         Without any there is no minibatch.
         """
-        everything = [*samples, *(record for one in again for record in one.group.kept)]
+        everything = [*samples, *(record for reused in again for record in reused.group.kept)]
         rows = with_weights([row for sample in everything for row in train_rows(sample)], again)
         if not rows:
             return StepPlan(step, [], [[] for _ in range(data_size)], ())

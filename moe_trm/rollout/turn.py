@@ -32,8 +32,8 @@ def recorded_positions(record: RolloutRecord, layer_ids: tuple[int, ...], top_k:
     routes = record.routes
     try:
         # Rows without routes would have positions of other weights, or none.
-        found = None if routes is None or routes.covered is not None else routes.indexer
-        check_positions(found, layer_ids, top_k, record.num_tokens - 1, f"sample {record.sample_id}")
+        positions = None if routes is None or routes.covered is not None else routes.indexer
+        check_positions(positions, layer_ids, top_k, record.num_tokens - 1, f"sample {record.sample_id}")
     except RouteError as error:
         raise routes_rejected(error) from error
 

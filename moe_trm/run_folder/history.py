@@ -183,9 +183,9 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change
     saved = without_removed(saved)
     with suppress(ValidationError):  # a version that had other settings: they are compared as they are
         saved = Config.model_validate(saved).dump()
-    before, after = flatten(saved), flatten(now)
+    old, after = flatten(saved), flatten(now)
     return [
-        Change(key, before.get(key, ABSENT), after.get(key, ABSENT))
-        for key in different_keys(before, after)
+        Change(key, old.get(key, ABSENT), after.get(key, ABSENT))
+        for key in different_keys(old, after)
         if not key.startswith(_FREE)
     ]

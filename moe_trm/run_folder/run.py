@@ -65,8 +65,8 @@ class Run:
 
     def metrics(self) -> list[str]:
         """Names of all numeric metrics, sorted."""
-        found = {name for row in self.rows for name, value in row.items() if not isinstance(value, str)}
-        return sorted(found - {"step"})
+        names = {name for row in self.rows for name, value in row.items() if not isinstance(value, str)}
+        return sorted(names - {"step"})
 
 
 def read_run(folder: Path) -> Run:

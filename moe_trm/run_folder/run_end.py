@@ -78,8 +78,8 @@ def outcome(run_dir: Path, *, complete: bool) -> tuple[str, str]:
         return "stopped as asked", ""
     if holder_of(run_dir / LEARNER_LOCK) is not None:
         return "running", ""
-    told = "its processes ended without a word: killed, or their machine went down; the same command goes on"
-    return "ended without a word", told
+    reason = "its processes ended without a word: killed, or their machine went down; the same command goes on"
+    return "ended without a word", reason
 
 
 def record_failure(
@@ -93,6 +93,6 @@ def record_failure(
     so_far = read_end(run_dir)
     if so_far is None or so_far.state != "running":
         return
-    kind, told = ("the job", error) if isinstance(error, str) else (type(error).__name__, str(error))
-    failure = Failure(kind, told, step or so_far.step + 1, phase, rank)
+    kind, message = ("the job", error) if isinstance(error, str) else (type(error).__name__, str(error))
+    failure = Failure(kind, message, step or so_far.step + 1, phase, rank)
     write_end(run_dir, RunEnd("failed", max(so_far.step, step - 1), time.time(), failure))

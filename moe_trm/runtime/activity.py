@@ -27,9 +27,9 @@ class Activity:
     seconds: float
     page_reads: int
 
-    def busy_since(self, before: Activity, seconds: float) -> bool:
-        """True for a process that worked in the `seconds` since the look `before`."""
-        return self.page_reads > before.page_reads or self.seconds - before.seconds > BUSY_SHARE * seconds
+    def busy_since(self, earlier: Activity, seconds: float) -> bool:
+        """True for a process that worked in the `seconds` since the look `earlier`."""
+        return self.page_reads > earlier.page_reads or self.seconds - earlier.seconds > BUSY_SHARE * seconds
 
 
 def activity_of(process: int) -> Activity:

@@ -138,7 +138,7 @@ class Child:
         self._pings = self._rounds = 0
         self._detector = HangDetector(SILENT_LOOKS, STUCK_LOOKS)
         work = [self._receive(), self._watch(), *([self._hold_limits()] if math.isfinite(limit_s) else [])]
-        self._tasks = [asyncio.create_task(each) for each in work]
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in work]
 
     @classmethod
     async def start(
@@ -204,8 +204,8 @@ class Child:
         """
         if self.ended.is_set():
             raise ChildEnded
-        number, now = next(self._numbers), time.monotonic()
-        call = _Open(asyncio.get_running_loop().create_future(), answer, now + self._limit_s + patient(GRACE_S))
+        number, now_s = next(self._numbers), time.monotonic()
+        call = _Open(asyncio.get_running_loop().create_future(), answer, now_s + self._limit_s + patient(GRACE_S))
         self._open[number] = call
         try:
             try:
@@ -304,20 +304,20 @@ class Child:
 
     async def _hold_limits(self) -> None:
         """End the process where a call holds it beyond its limit, or does not let itself be ended."""
-        before = (0, 0.0)
+        earlier = (0, 0.0)
         while True:
             await asyncio.sleep(POLL_S)
-            seen, now = self._running(), time.monotonic()
-            stuck = seen == before and seen[0] in self._open and 0 < seen[1] < now - self._limit_s
-            before = seen
-            guilty = [seen[0]] if stuck else self._deaf(now)
+            seen, now_s = self._running(), time.monotonic()
+            stuck = seen == earlier and seen[0] in self._open and 0 < seen[1] < now_s - self._limit_s
+            earlier = seen
+            guilty = [seen[0]] if stuck else self._deaf(now_s)
             if guilty:
                 await self.end(guilty, problem("timeout", f"nothing within {self._limit_s:g} s"))
                 return
 
-    def _deaf(self, now: float) -> list[int]:
+    def _deaf(self, now_s: float) -> list[int]:
         """Late calls of a child whose event loop has come round since: it is not the machine that is slow."""
-        late = {number: call for number, call in self._open.items() if now > call.deadline and not call.result.done()}
+        late = {number: call for number, call in self._open.items() if now_s > call.deadline and not call.result.done()}
         if late:
             self._ping()
         for call in late.values():
@@ -327,7 +327,7 @@ class Child:
     async def _watch(self) -> None:
         """Look after it, and end it when it hangs."""
         while self.health != "hung":
-            before = self._rounds
+            earlier = self._rounds
             self._ping()
             await asyncio.sleep(LOOK_S)
             try:
@@ -335,7 +335,7 @@ class Child:
             except OSError:
                 return
             # While a call's code runs, its limit is what counts.
-            answered = self._rounds != before or self._running()[0] in self._open
+            answered = self._rounds != earlier or self._running()[0] in self._open
             last, self.health = self.health, self._detector.judge(Observation(answered, ticks, state))
             if self.health == "busy" and last == "well":
                 log.info("process %d is busy: it answers late (state %s)", self._process.pid, state)

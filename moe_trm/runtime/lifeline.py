@@ -62,23 +62,23 @@ def signal_group(group: int, number: int) -> bool:
 
 def members(group: int) -> list[int]:
     """Processes of a group, where the system tells (Linux)."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(int(folder.name)) == group:
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def marked(mark: str) -> list[int]:
     """Processes with `mark` (`NAME=VALUE`) in their environment, where the system tells (Linux)."""
-    wanted, found = b"\0" + os.fsencode(mark) + b"\0", []
+    needle, pids = b"\0" + os.fsencode(mark) + b"\0", []
     for folder in Path("/proc").glob("[0-9]*"):
         # Processes of others, and those that have just ended, tell nothing.
         with suppress(OSError):
-            if wanted in b"\0" + (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
+            if needle in b"\0" + (folder / "environ").read_bytes():
+                pids.append(int(folder.name))
+    return pids
 
 
 def kill_marked(mark: str) -> None:

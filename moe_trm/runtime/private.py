@@ -114,24 +114,24 @@ def private_folder(path: Path) -> Path:
     for one with files into which others could write: no one knows which of them are theirs.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.geteuid() and found.st_uid != _uid_in(path):
+    status = path.stat()
+    if status.st_uid != os.geteuid() and status.st_uid != _uid_in(path):
         raise ConfigError(
             "this folder belongs to another user",
             where=str(path),
-            got=f"owner {found.st_uid}",
+            got=f"owner {status.st_uid}",
             expected=f"owner {os.geteuid()}",
             fix="Choose another run_dir or name.",
         )
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         # Nothing can be put there any more while we look.
-        path.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+        path.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
         if inside := sorted(os.listdir(path)):
-            path.chmod(stat.S_IMODE(found.st_mode))
+            path.chmod(stat.S_IMODE(status.st_mode))
             raise ConfigError(
                 "other users can write into this folder, and there are files in it",
                 where=str(path),
-                got=f"mode {stat.S_IMODE(found.st_mode):o}, with {', '.join(inside[:5])}",
+                got=f"mode {stat.S_IMODE(status.st_mode):o}, with {', '.join(inside[:5])}",
                 expected="a new folder, an empty one, or one that only this user writes",
                 fix=f"Choose another run_dir or name. If you know every file and link in it: chmod -R go-w {path}",
             )
@@ -192,17 +192,17 @@ def write_private(path: Path, data: bytes) -> None:
 def read_private(path: Path) -> bytes:
     """A file of `write_private`. Raises `OSError`; `PermissionError` for one that others may have written or read."""
     with open(os.open(path, os.O_RDONLY | _FILE), "rb") as file:
-        found = os.fstat(file.fileno())
-        if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
-            raise PermissionError(f"{path} is of user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}")
+        status = os.fstat(file.fileno())
+        if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            raise PermissionError(f"{path} is of user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}")
         return file.read()
 
 
 def _remove_if_abandoned(name: str, parent: int) -> None:
     folder = os.open(name, _FOLDER, dir_fd=parent)
     try:
-        found = os.fstat(folder)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return
         owner = os.open(OWNER, os.O_RDWR | _FILE, dir_fd=folder)
         try:
@@ -240,8 +240,8 @@ def _remove(name: str, folder: int, parent: int) -> None:
 
 def _unlink_own(path: str) -> None:
     with suppress(OSError):
-        found = os.lstat(path)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
             os.unlink(path)
 
 

@@ -65,11 +65,11 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
             raise ValueError(f"array of {name}")
         if index == 1 and small is not None and len(further) == 1:
             # Nearly all arrays of a step are here: no step more than needed.
-            (first,), whole, size = further, typed[name], dtype.itemsize
+            (first,), buffer, size = further, typed[name], dtype.itemsize
             count = prod(shape)
-            if type(first) is not int or first % size or not 0 <= first <= first + count * size <= whole.nbytes:
+            if type(first) is not int or first % size or not 0 <= first <= first + count * size <= buffer.nbytes:
                 raise ValueError(f"array of {name} and shape {shape} at {first} of {len(small)} bytes")
-            part = whole[first // size : first // size + count]
+            part = buffer[first // size : first // size + count]
             return part if len(shape) == 1 else part.reshape(shape)
         if further or not 2 <= index < len(frames):
             raise ValueError(f"array of {name} in frame {index}")

@@ -237,19 +237,19 @@ def _id_bits(mask: SamplingMask, sizes: np.ndarray, sampled_S: np.ndarray, vocab
     for size in np.unique(sizes[sizes > 1]).tolist():
         rows = np.flatnonzero(sizes == size)
         kept = ids[mask.offsets[rows][:, None] + np.arange(size)]
-        others = kept[kept != sampled_S[rows, None]].reshape(len(rows), size - 1)
-        renumbered = others - (others > sampled_S[rows, None])
+        unsampled = kept[kept != sampled_S[rows, None]].reshape(len(rows), size - 1)
+        renumbered = unsampled - (unsampled > sampled_S[rows, None])
         parts.append(np.packbits(_Layout.of(size - 1, universe).write(renumbered)).tobytes())
     return b"".join(parts)
 
 
 def _layouts(sizes: np.ndarray, vocab_size: int) -> dict[int, tuple[_Layout, int]]:
     """The layout of the rows of each size, ascending, and the bytes of all of them together."""
-    found, counts = np.unique(sizes[sizes > 1], return_counts=True)
-    chosen = {size: _Layout.of(size - 1, vocab_size - 1) for size in found.tolist()}
+    distinct, counts = np.unique(sizes[sizes > 1], return_counts=True)
+    layouts = {size: _Layout.of(size - 1, vocab_size - 1) for size in distinct.tolist()}
     return {
         size: (layout, -(-count * layout.bits // 8))
-        for (size, layout), count in zip(chosen.items(), counts.tolist(), strict=True)
+        for (size, layout), count in zip(layouts.items(), counts.tolist(), strict=True)
     }
 
 
@@ -265,9 +265,9 @@ def _ids(block: bytes, sizes: np.ndarray, offsets: np.ndarray, sampled_S: np.nda
     for size, (layout, length) in layouts.items():
         rows = np.flatnonzero(sizes == size)
         packed = np.frombuffer(reader.take(length), np.uint8)
-        others = layout.read(np.unpackbits(packed, count=len(rows) * layout.bits).reshape(len(rows), layout.bits))
+        unsampled = layout.read(np.unpackbits(packed, count=len(rows) * layout.bits).reshape(len(rows), layout.bits))
         sampled = sampled_S[rows, None]
-        kept = np.sort(np.concatenate([others + (others >= sampled), sampled], axis=1), axis=1)
+        kept = np.sort(np.concatenate([unsampled + (unsampled >= sampled), sampled], axis=1), axis=1)
         ids[offsets[rows][:, None] + np.arange(size)] = kept
     return ids
 

@@ -88,9 +88,9 @@ def full_scores(
 
     These are the likeliest ids.
     """
-    wanted = _Wanted(temperature, chunk_tokens, vocabulary, entropy, sum_of_squares, top_k)
+    request = _Wanted(temperature, chunk_tokens, vocabulary, entropy, sum_of_squares, top_k)
     logprobs, entropies, squares, top_ids, top_logprobs = _FullScores.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, target_N, wanted
+        hidden_NH, weight_VH, target_N, request
     )
     return FullScores(
         logprobs,
@@ -110,11 +110,11 @@ def log_normalizer(
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """`[N]` log sum_v exp(z_v / tau), without gradient."""
-    wanted = _Wanted(temperature, chunk_tokens, vocabulary, entropy=False, sum_of_squares=False, top_k=0)
-    tiles = _Tiles(hidden_NH, vocabulary.real_rows(weight_VH), wanted)
+    request = _Wanted(temperature, chunk_tokens, vocabulary, entropy=False, sum_of_squares=False, top_k=0)
+    tiles = _Tiles(hidden_NH, vocabulary.real_rows(weight_VH), request)
     out = hidden_NH.new_empty(hidden_NH.shape[0], dtype=tiles.dtype)
     for chunk in tiles.chunks():
-        sums = _Sums(wanted, chunk.stop - chunk.start, out)
+        sums = _Sums(request, chunk.stop - chunk.start, out)
         for _, logits_CW in tiles.logits(chunk):
             sums.add(logits_CW)
         out[chunk] = sums.over_ranges().log_norm
@@ -134,10 +134,10 @@ class _Wanted:
 class _Tiles:
     """Tiles of tokens and ids, with their logits / tau in one buffer, which the caller may write to."""
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, wanted: _Wanted) -> None:
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, request: _Wanted) -> None:
         self.dtype = compute_dtype(hidden_NH)
-        self._hidden, self._weight, self._temperature = hidden_NH, weight_VH, wanted.temperature
-        self._tokens = max(1, min(wanted.chunk_tokens or CHUNK_TOKENS, len(hidden_NH)))
+        self._hidden, self._weight, self._temperature = hidden_NH, weight_VH, request.temperature
+        self._tokens = max(1, min(request.chunk_tokens or CHUNK_TOKENS, len(hidden_NH)))
         self._ids = max(1, min(TILE_LOGITS.get(hidden_NH.device.type, 2**24) // self._tokens, len(weight_VH)))
         self._buffer = hidden_NH.new_empty(self._tokens * self._ids, dtype=self.dtype)
 
@@ -171,22 +171,22 @@ class _Sums:
     It has the largest logit, and sums over ids of e = exp(z - largest), of e (z - largest) and of e^2.
     """
 
-    def __init__(self, wanted: _Wanted, num_tokens: int, like: Tensor) -> None:
-        self._wanted = wanted
+    def __init__(self, request: _Wanted, num_tokens: int, like: Tensor) -> None:
+        self._wanted = request
         self._top = like.new_full((num_tokens,), float("-inf"))
         self._sum, self._product, self._square = (like.new_zeros(num_tokens) for _ in range(3))
 
     def add(self, logits_CW: Tensor) -> None:
         """Take in a tile, which is overwritten."""
-        wanted, top_C = self._wanted, logits_CW.amax(dim=1).maximum(self._top)
+        request, top_C = self._wanted, logits_CW.amax(dim=1).maximum(self._top)
         self._rescale(top_C)
         logits_CW.sub_(top_C[:, None])
-        powers_CW = logits_CW.exp() if wanted.entropy else logits_CW.exp_()
+        powers_CW = logits_CW.exp() if request.entropy else logits_CW.exp_()
         self._sum += powers_CW.sum(dim=1)
-        if wanted.entropy:
+        if request.entropy:
             # exp(-inf) * -inf would be NaN: an id of probability zero adds nothing.
             self._product += torch.linalg.vecdot(powers_CW, logits_CW.nan_to_num_(neginf=0.0))
-        if wanted.sum_of_squares:
+        if request.sum_of_squares:
             self._square += torch.linalg.vecdot(powers_CW, powers_CW)
 
     def over_ranges(self) -> _Sums:
@@ -225,31 +225,31 @@ def _targets_in(target_C: Tensor, ids: slice, vocabulary: Vocabulary) -> tuple[T
 class _FullScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, wanted: _Wanted
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, request: _Wanted
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        n, ranges = hidden_NH.shape[0], wanted.vocabulary
-        tiles = _Tiles(hidden_NH, ranges.real_rows(weight_VH), wanted)
+        n, ranges = hidden_NH.shape[0], request.vocabulary
+        tiles = _Tiles(hidden_NH, ranges.real_rows(weight_VH), request)
         logprobs, log_norm, entropies, squares = (hidden_NH.new_zeros(n, dtype=tiles.dtype) for _ in range(4))
-        top_ids = target_N.new_zeros(n, wanted.top_k)
-        top_logprobs = logprobs.new_zeros(n, wanted.top_k)
+        top_ids = target_N.new_zeros(n, request.top_k)
+        top_logprobs = logprobs.new_zeros(n, request.top_k)
         for chunk in tiles.chunks():
-            sums = _Sums(wanted, chunk.stop - chunk.start, logprobs)
+            sums = _Sums(request, chunk.stop - chunk.start, logprobs)
             best: list[tuple[Tensor, Tensor]] = []
             for ids, logits_CW in tiles.logits(chunk):
                 tokens, columns = _targets_in(target_N[chunk], ids, ranges)
                 logprobs[chunk.start + tokens] = logits_CW[tokens, columns]
-                if wanted.top_k:
-                    best = [_best([*best, _top(logits_CW, wanted.top_k, ranges.first + ids.start)], wanted.top_k)]
+                if request.top_k:
+                    best = [_best([*best, _top(logits_CW, request.top_k, ranges.first + ids.start)], request.top_k)]
                 sums.add(logits_CW)
             sums.over_ranges()
             log_norm[chunk], entropies[chunk], squares[chunk] = sums.log_norm, sums.entropy, sums.sum_of_squares
-            if wanted.top_k:
+            if request.top_k:
                 values, kept = (ranges.gather(part) for part in best[0])
-                top_logprobs[chunk], top_ids[chunk] = _best([(values, kept)], wanted.top_k)
+                top_logprobs[chunk], top_ids[chunk] = _best([(values, kept)], request.top_k)
         logprobs = ranges.sum(logprobs) - log_norm
         top_logprobs -= log_norm[:, None]
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, log_norm, entropies)
-        ctx.wanted = wanted
+        ctx.wanted = request
         ctx.mark_non_differentiable(squares, top_ids, top_logprobs)
         return logprobs, entropies, squares, top_ids, top_logprobs
 
@@ -257,29 +257,29 @@ class _FullScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, target_N, log_norm, entropies = ctx.saved_tensors
-        wanted: _Wanted = ctx.wanted
-        tiles = _Tiles(hidden_NH, wanted.vocabulary.real_rows(weight_VH), wanted)
+        request: _Wanted = ctx.wanted
+        tiles = _Tiles(hidden_NH, request.vocabulary.real_rows(weight_VH), request)
         grad_hidden = torch.zeros_like(hidden_NH, dtype=tiles.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VH, dtype=tiles.dtype) if ctx.needs_input_grad[1] else None
-        scaled_N = grad_N / wanted.temperature
+        scaled_N = grad_N / request.temperature
         for ids, weight_WH in tiles.weights():
             for chunk in tiles.chunks():
                 hidden_CH = tiles.hidden(chunk)
                 logits_CW = tiles.product(hidden_CH, weight_WH).sub_(log_norm[chunk, None])
                 factor = -scaled_N[chunk, None]
-                if wanted.entropy:
+                if request.entropy:
                     # d entropy / d z_j = -p_j (log p_j + entropy) / tau
-                    slope = grad_entropy_N[chunk, None] / wanted.temperature
+                    slope = grad_entropy_N[chunk, None] / request.temperature
                     factor = factor - slope * (logits_CW.nan_to_num(neginf=0.0) + entropies[chunk, None])
                 grad_CW = logits_CW.exp_().mul_(factor)
-                tokens, columns = _targets_in(target_N[chunk], ids, wanted.vocabulary)
+                tokens, columns = _targets_in(target_N[chunk], ids, request.vocabulary)
                 grad_CW[tokens, columns] += scaled_N[chunk][tokens]
                 if grad_hidden is not None:
                     grad_hidden[chunk].addmm_(grad_CW, weight_WH)
                 if grad_weight is not None:
                     grad_weight[ids].addmm_(grad_CW.T, hidden_CH)
         if grad_hidden is not None:
-            grad_hidden = wanted.vocabulary.sum(grad_hidden)
+            grad_hidden = request.vocabulary.sum(grad_hidden)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype),
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),

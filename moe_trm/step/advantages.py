@@ -74,8 +74,8 @@ class Advantages:
     ) -> list[Array]:
         """`[S]` float64 advantages of the scored tokens of each of this rank's rows. Arguments as in `given`."""
         records = own_records(parts)
-        known = _Gathered(learner, records)
-        estimate = self._estimator(known, parts, penalties)
+        gathered = _Gathered(learner, records)
+        estimate = self._estimator(gathered, parts, penalties)
         of_sample: dict[int, OfRow] = {}
         for samples in compared:
             of_row = self._shaped(samples, estimate(samples))
@@ -88,20 +88,20 @@ class Advantages:
         ]
 
     def _estimator(
-        self, known: _Gathered, parts: Sequence[Anchored], penalties: Sequence[float] | None
+        self, gathered: _Gathered, parts: Sequence[Anchored], penalties: Sequence[float] | None
     ) -> Callable[[Sequence[RewardedSample]], OfRow]:
         """The estimator, which compares samples; what it reads of tokens is gathered here."""
         if self._entry.level == "turn":
             return self._by_turn
         if self._entry.level == "token":
-            ratios = [own.cpu().numpy() for own in log_token_ratios(parts)]
-            energies = known.arrays([weighted_energy(*pair) for pair in zip(known.records, ratios, strict=True)])
+            ratios = [row_ratios.cpu().numpy() for row_ratios in log_token_ratios(parts)]
+            energies = gathered.arrays([weighted_energy(*pair) for pair in zip(gathered.records, ratios, strict=True)])
             return lambda samples: self._by_token(samples, energies)
-        lowered = None if penalties is None else known.sums(penalties)
+        lowered = None if penalties is None else gathered.sums(penalties)
         if not self._entry.reads_ratios:
             return lambda samples: _constant(samples, self._by_sample(samples, _rewards(samples, lowered)))
-        log_weights = known.sums(log_sequence_ratios(parts))
-        sums = known.sums([float(score_energy(record).sum()) for record in known.records])
+        log_weights = gathered.sums(log_sequence_ratios(parts))
+        sums = gathered.sums([float(score_energy(record).sum()) for record in gathered.records])
         return lambda samples: _constant(
             samples,
             opob(
@@ -139,21 +139,21 @@ class Advantages:
             normalize_std=self._settings.normalize_std,
             lone=self._lone,
         )
-        own = {
+        by_sample = {
             sample.sample_id: dict(zip(sample.turns, of_turn.tolist(), strict=True))
             for sample, of_turn in zip(samples, values, strict=True)
         }
 
         def of_row(record: RolloutRecord) -> Array:
-            turns, of_turn = record.turn_ids[record.sampled][record.scored], own[record.sample_id]
+            turns, of_turn = record.turn_ids[record.sampled][record.scored], by_sample[record.sample_id]
             return np.array([of_turn[turn] for turn in turns.tolist()], np.float64)
 
         return of_row
 
     def _by_token(self, samples: Sequence[RewardedSample], energies: dict[int, Array]) -> OfRow:
-        own = [energies[sample.sample_id] for sample in samples]
-        values = otb(_rewards(samples), _groups(samples), own, lone=self._lone)
-        of_sample = {sample.sample_id: found for sample, found in zip(samples, values, strict=True)}
+        sample_energies = [energies[sample.sample_id] for sample in samples]
+        values = otb(_rewards(samples), _groups(samples), sample_energies, lone=self._lone)
+        of_sample = {sample.sample_id: advantage for sample, advantage in zip(samples, values, strict=True)}
         return lambda record: of_sample[record.sample_id]
 
     def _shaped(self, samples: Sequence[RewardedSample], of_row: OfRow) -> OfRow:
@@ -162,8 +162,12 @@ class Advantages:
         if not scale:
             return of_row
         rewards, groups = _rewards(samples), Groups(_groups(samples))
-        chosen = (groups.spread(rewards) == 0) & (groups.size > 1)
-        right = {sample.sample_id: sample.reward > 0 for sample, one in zip(samples, chosen, strict=True) if one}
+        is_uniform = (groups.spread(rewards) == 0) & (groups.size > 1)
+        right = {
+            sample.sample_id: sample.reward > 0
+            for sample, is_chosen in zip(samples, is_uniform, strict=True)
+            if is_chosen
+        }
 
         def shaped(record: RolloutRecord) -> Array:
             if record.sample_id not in right:
@@ -192,15 +196,15 @@ class _Gathered:
 
     def sums(self, of_rows: Sequence[float]) -> dict[int, float]:
         """One number of each row, summed over the rows of a sample."""
-        found: dict[int, float] = {}
+        totals: dict[int, float] = {}
         for number, value in zip(self._samples(), self._everyone(of_rows), strict=True):
-            found[number] = found.get(number, 0.0) + value
-        return found
+            totals[number] = totals.get(number, 0.0) + value
+        return totals
 
     def arrays(self, of_rows: Sequence[Array]) -> dict[int, Array]:
         """An array of each row, where every sample is one row."""
         numbers = [*self._samples()]
-        lengths = np.array([*self._everyone([len(own) for own in of_rows])], np.int64)
+        lengths = np.array([*self._everyone([len(row_values) for row_values in of_rows])], np.int64)
         values = np.array([*self._everyone(np.concatenate([np.zeros(0), *of_rows]))])
         assert len({*numbers}) == len(numbers), "a sample is one row under estimators by token"
         return dict(zip(numbers, np.split(values, lengths.cumsum()[:-1]), strict=True)) if numbers else {}

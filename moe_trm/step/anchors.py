@@ -99,7 +99,7 @@ class Anchors:
         """
         if not moved:
             self._begin(learner, batch.step - 1)
-        own = self._start if moved else None
+        start_snapshot = self._start if moved else None
         padded = [
             [
                 on_device(collate(micro, keep_mask=self._keep_mask), learner.device, stay=FED)
@@ -108,12 +108,12 @@ class Anchors:
             for mini in batch.mini_batches
         ]
         if self._average is not None:
-            return self._averaged(learner, batch, padded, own)
+            return self._averaged(learner, batch, padded, start_snapshot)
         if self._recovery in WITHOUT_ANCHOR_PASS:
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
             return self._anchored(batch, padded, proximal)
         skipped = int(not (moved or every) and self._own_forward_suffices(batch))
-        passed = iter(self._pass(learner, padded[skipped:], batch.step - 1, weights=own))
+        passed = iter(self._pass(learner, padded[skipped:], batch.step - 1, weights=start_snapshot))
         proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
         anchored = self._anchored(batch, padded, proximal)
         if self._recovery == "snapshot":
@@ -138,9 +138,9 @@ class Anchors:
         if self._recovery == "merged":
             return anchored
         # Where nothing was sampled by the learner's own weights, no token keeps what it begins with.
-        now = batch.step - 1
-        own = self._pass(learner, padded, now, weights=start) if now in batch.versions else scores
-        return self._with_behavior(learner, batch, anchored, own)
+        version = batch.step - 1
+        start_scores = self._pass(learner, padded, version, weights=start) if version in batch.versions else scores
+        return self._with_behavior(learner, batch, anchored, start_scores)
 
     def _pass(
         self,
@@ -152,9 +152,13 @@ class Anchors:
     ) -> list[Scores]:
         """Scores under `weights`, which are those of `version`; None: no version's."""
         flat = [item for part in padded for item in part]
-        others = self._recovery in ("same", "snapshot")
+        judges_others = self._recovery in ("same", "snapshot")
         rows = [
-            judging(item, version, others=others) if version is not None else judged_before(item) if others else ()
+            judging(item, version, others=judges_others)
+            if version is not None
+            else judged_before(item)
+            if judges_others
+            else ()
             for item in flat
         ]
         sources = [
@@ -169,8 +173,8 @@ class Anchors:
         for mini, part, scores in zip(batch.mini_batches, padded, proximal, strict=True):
             kept = [(score.recorded, score.router) for score in scores] or [(None, None)] * len(part)
             sources = [
-                watching(update_source(self._mode, item, own, self._judged(item, batch.step - 1, scores)), router)
-                for item, (own, router) in zip(part, kept, strict=True)
+                watching(update_source(self._mode, item, source, self._judged(item, batch.step - 1, scores)), router)
+                for item, (source, router) in zip(part, kept, strict=True)
             ]
             anchored.append(
                 Anchored(
@@ -192,14 +196,14 @@ class Anchors:
         return () if self._recovery in WITHOUT_ANCHOR_PASS else judged_before(item)
 
     def _with_behavior(
-        self, learner: Learner, batch: TrainBatch, anchored: Sequence[Anchored], own: Sequence[Scores]
+        self, learner: Learner, batch: TrainBatch, anchored: Sequence[Anchored], start_scores: Sequence[Scores]
     ) -> list[Anchored]:
         """The minibatches with `[B, R]` log-probs of each micro-batch under the weights that sampled each token.
 
-        `own`: scores at the learner's weights. Every rank makes the same passes.
+        `start_scores`: scores at the learner's weights. Every rank makes the same passes.
         """
         flat = [item for part in anchored for item in part.batches]
-        found = [scores.logprobs for scores in own]
+        logprobs = [scores.logprobs for scores in start_scores]
         for old in [number for number in batch.versions if number != batch.step - 1]:
             sources = [behavior_source(self._mode, item, old) for item in flat]
             if old not in self._kept:
@@ -211,12 +215,12 @@ class Anchors:
                     fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged or bypass.",
                 )
             passed = learner.score(flat, sources, weights=snapshot_name(old))
-            found = [
-                torch.where(item.versions == old, scores.logprobs, own)
-                for item, scores, own in zip(flat, passed, found, strict=True)
+            logprobs = [
+                torch.where(item.versions == old, scores.logprobs, start_scores)
+                for item, scores, start_scores in zip(flat, passed, logprobs, strict=True)
             ]
-        each = iter(found)
-        return [part.with_behavior([next(each) for _ in part.batches]) for part in anchored]
+        remaining = iter(logprobs)
+        return [part.with_behavior([next(remaining) for _ in part.batches]) for part in anchored]
 
     def _own_forward_suffices(self, batch: TrainBatch) -> bool:
         return self._reuse and batch.versions == (batch.step - 1,) and self._recovery == "same"

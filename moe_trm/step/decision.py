@@ -53,9 +53,9 @@ class Decision:
             return {}
         acted = self.acts
         if self._acts is None:
-            known = [name for name in ("engine", "merged", "total") if f"{name}/k3_kl" in metrics]
-            if known:
-                self._measured.append((metrics[f"{known[0]}/k3_kl"], metrics[f"{known[0]}/chi2_token"]))
+            measured = [name for name in ("engine", "merged", "total") if f"{name}/k3_kl" in metrics]
+            if measured:
+                self._measured.append((metrics[f"{measured[0]}/k3_kl"], metrics[f"{measured[0]}/chi2_token"]))
             self._seen += 1
             if self._seen >= self._steps:
                 self._decide()

@@ -37,7 +37,10 @@ class FixedTexts:
         if self._scored:
             [scores] = learner.score([batch_of(self._ids)], [Native()], temperature=1.0)
             logprobs = scores.logprobs.double().tolist()
-        return tuple(ScoredText(tuple(ids), tuple(own)) for ids, own in zip(self._ids.tolist(), logprobs, strict=True))
+        return tuple(
+            ScoredText(tuple(ids), tuple(text_logprobs))
+            for ids, text_logprobs in zip(self._ids.tolist(), logprobs, strict=True)
+        )
 
 
 def fixed_ids(vocab_size: int) -> torch.Tensor:
@@ -47,17 +50,17 @@ def fixed_ids(vocab_size: int) -> torch.Tensor:
 
 def batch_of(ids_BT: torch.Tensor) -> TokenBatch:
     """Texts as a micro-batch whose every token but the first is scored; it is made of no records."""
-    every = torch.ones(len(ids_BT), ids_BT.shape[1] - 1, dtype=torch.bool)
-    zeros = torch.zeros(every.shape)
+    scored_BT = torch.ones(len(ids_BT), ids_BT.shape[1] - 1, dtype=torch.bool)
+    zeros = torch.zeros(scored_BT.shape)
     return TokenBatch(
         input_ids=ids_BT[:, :-1],
         target_ids=ids_BT[:, 1:],
-        valid=every,
-        mask=every,
+        valid=scored_BT,
+        mask=scored_BT,
         rollout_logprobs=zeros,
         full_logprobs=zeros,
-        versions=torch.full(every.shape, -1, dtype=torch.int32),
-        turn_ids=torch.zeros(every.shape, dtype=torch.int16),
+        versions=torch.full(scored_BT.shape, -1, dtype=torch.int32),
+        turn_ids=torch.zeros(scored_BT.shape, dtype=torch.int16),
         advantages=zeros,
         routes=(None,) * len(ids_BT),
         kept_ids=None,

@@ -90,9 +90,9 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
     mask = mask_gathered[order]
 
     def tokens(values: Sequence[Tensor]) -> Tensor:
-        own = torch.cat([value[batch.mask] for value, batch in zip(values, batches, strict=True)])
+        local = torch.cat([value[batch.mask] for value, batch in zip(values, batches, strict=True)])
         # Not every collective takes 16 bits.
-        packed = learner.gather(own.int() if own.dtype == torch.int16 else own)
+        packed = learner.gather(local.int() if local.dtype == torch.int16 else local)
         dense = torch.zeros(mask_gathered.shape, dtype=packed.dtype, device=packed.device)
         dense[mask_gathered] = packed
         return dense[order]
@@ -100,8 +100,8 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
     def rows(values: Sequence[Tensor]) -> Tensor:
         return learner.gather(_per_row(values, real))[order]
 
-    views = [RowFields().with_fields(*both) for both in zip(batches, current, strict=True)]
-    known = {
+    views = [RowFields().with_fields(*batch_and_scores) for batch_and_scores in zip(batches, current, strict=True)]
+    row_values = {
         name: (rows if BY_ROW[name] else tokens)([getattr(view, name) for view in views])
         for name in GATHERED
         if all(getattr(view, name) is not None for view in views)
@@ -113,9 +113,10 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
         current=tokens([scores.logprobs for scores in current]),
         advantages=tokens([batch.advantages for batch in batches]),
         mask=mask,
-        known=RowFields(**known),
+        known=RowFields(**row_values),
         own=tuple(
-            torch.tensor([place[number] for number in own], dtype=torch.int64, device=mask.device) for own in ids
+            torch.tensor([place[number] for number in row_ids], dtype=torch.int64, device=mask.device)
+            for row_ids in ids
         ),
         behavior=None if part.behavior is None else tokens(part.behavior),
         recovery=part.recovery,

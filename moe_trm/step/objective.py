@@ -112,8 +112,8 @@ class Objective:
         training their log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
         """
         rules = (*self._recipe.rules, *self._thresholds.rules)
-        chosen = replace(self._recipe, rules=rules, loss=self._loss, acts=self._decision.acts)
-        judge = _judge(chosen, part, learner, first=first, seed=self._seed)
+        bound_recipe = replace(self._recipe, rules=rules, loss=self._loss, acts=self._decision.acts)
+        judge = _judge(bound_recipe, part, learner, first=first, seed=self._seed)
         self._num_updates += 1
 
         def loss_of(index: int, current: Scores) -> Tensor:
@@ -129,20 +129,20 @@ class Objective:
                 sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
             terms = {"loss/policy": (token_loss.values, correction.keep & trained, 1.0)}
             measured: dict[str, Tensor] = {}
-            if chosen.rollout_kl_coef:
+            if bound_recipe.rollout_kl_coef:
                 soft, kept = rollout_kl(ratios)
-                terms["loss/rollout_kl"] = soft, kept & trained, chosen.rollout_kl_coef
+                terms["loss/rollout_kl"] = soft, kept & trained, bound_recipe.rollout_kl_coef
             if current.entropy is not None:
-                terms["loss/entropy"] = current.entropy, trained, -chosen.entropy_coef
+                terms["loss/entropy"] = current.entropy, trained, -bound_recipe.entropy_coef
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
             if (reference := batch.reference_logprobs) is not None:
                 kl = kl_term(
-                    chosen.kl_estimator,
+                    bound_recipe.kl_estimator,
                     ratios,
                     current.logprobs,
                     reference,
-                    ratio=chosen.kl_ratio,
-                    clip=chosen.kl_clip,
+                    ratio=bound_recipe.kl_ratio,
+                    clip=bound_recipe.kl_clip,
                 )
                 terms["loss/kl"] = kl, trained, part.kl_coef
                 measured |= reference_metrics(current.logprobs, reference, ratios.mask)
@@ -152,10 +152,10 @@ class Objective:
                     weighed(values, batch.row_weights),
                     keep,
                     ratios.mask,
-                    chosen.aggregation,
+                    bound_recipe.aggregation,
                     num_sequences=part.mini.num_sequences,
                     num_tokens=part.mini.num_tokens,
-                    horizon=chosen.horizon,
+                    horizon=bound_recipe.horizon,
                     sample_tokens=batch.sample_tokens,
                 )
                 for name, (values, keep, coef) in terms.items()
@@ -219,9 +219,9 @@ class Objective:
 class PartialJudge:
     """Corrections and token losses of a micro-batch by itself, where neither needs to know of the others."""
 
-    def __init__(self, chosen: Recipe, draw: tuple[int, int]) -> None:
-        self._correct = corrections.compose(chosen.rules) if chosen.acts else corrections.measuring(chosen.rules)
-        self._loss, self._draw = chosen.loss, draw
+    def __init__(self, recipe: Recipe, draw: tuple[int, int]) -> None:
+        self._correct = corrections.compose(recipe.rules) if recipe.acts else corrections.measuring(recipe.rules)
+        self._loss, self._draw = recipe.loss, draw
 
     def __call__(self, index: int, evidence: Evidence, current: Tensor) -> tuple[Correction, TokenLoss]:
         correction = self._correct(evidence)
@@ -236,34 +236,34 @@ class WholeJudge:
     the values, and of their derivative by the log-probs.
     """
 
-    def __init__(self, chosen: Recipe, whole: WholeMinibatch, draw: tuple[int, int]) -> None:
-        self._loss, self._whole, self._draw = chosen.loss, whole, draw
-        evidence = whole.evidence
-        joint = corrections.compose if chosen.acts else corrections.measuring
-        correction = joint(chosen.rules, whole_minibatch=True)(evidence)
-        if chosen.batch_normalize != "off" and chosen.acts:
-            weighing = [bound for bound in chosen.rules if bound.weighs]
+    def __init__(self, recipe: Recipe, minibatch: WholeMinibatch, draw: tuple[int, int]) -> None:
+        self._loss, self._whole, self._draw = recipe.loss, minibatch, draw
+        evidence = minibatch.evidence
+        joint = corrections.compose if recipe.acts else corrections.measuring
+        correction = joint(recipe.rules, whole_minibatch=True)(evidence)
+        if recipe.batch_normalize != "off" and recipe.acts:
+            weighing = [bound for bound in recipe.rules if bound.weighs]
             weights = corrections.compose(weighing)(evidence)
-            correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
-            moments = summable.moments("correction/weight", correction.weights, whole.mask)
+            correction = normalized(correction, weight_sums(weights, minibatch.mask, recipe.batch_normalize))
+            moments = summable.moments("correction/weight", correction.weights, minibatch.mask)
             correction = replace(correction, metrics={**correction.metrics, **moments})
         self._correction = correction
-        self._whole_loss = self._differentiated() if chosen.whole_loss else None
+        self._whole_loss = self._differentiated() if recipe.whole_loss else None
 
     def __call__(self, index: int, evidence: Evidence, current: Tensor) -> tuple[Correction, TokenLoss]:
-        whole, correction, mask = self._whole, self._correction, evidence.mask
-        own = replace(
+        minibatch, correction, mask = self._whole, self._correction, evidence.mask
+        local = replace(
             correction,
-            weights=whole.part(index, correction.weights, mask),
-            keep=whole.part(index, correction.keep, mask),
+            weights=minibatch.part(index, correction.weights, mask),
+            keep=minibatch.part(index, correction.keep, mask),
         )
         if self._whole_loss is not None:
             loss, slope = self._whole_loss
-            moved = torch.where(own.keep, current - current.detach(), 0.0)
-            values = whole.part(index, loss.values, mask) + whole.part(index, slope, mask) * moved
-            return own, replace(loss, values=values)
-        inputs = LossInputs.corrected(evidence.ratios, current, evidence.advantages, own)
-        return own, self._loss(replace(inputs, draw=self._draw).with_fields(evidence))
+            moved = torch.where(local.keep, current - current.detach(), 0.0)
+            values = minibatch.part(index, loss.values, mask) + minibatch.part(index, slope, mask) * moved
+            return local, replace(loss, values=values)
+        inputs = LossInputs.corrected(evidence.ratios, current, evidence.advantages, local)
+        return local, self._loss(replace(inputs, draw=self._draw).with_fields(evidence))
 
     def _differentiated(self) -> tuple[TokenLoss, Tensor]:
         """The loss of all tokens, and the derivative `[N, T]` of their sum by each log-prob."""
@@ -277,18 +277,18 @@ class WholeJudge:
         return TokenLoss(loss.values.detach(), metrics), slope
 
 
-def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:
+def _judge(recipe: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:
     """Judge of this minibatch: by parts, or as a whole at the weights of this update.
 
     The whole is gathered at the anchors' scores where nothing has moved since; otherwise after one more pass without
     gradient.
     """
-    if not (chosen.whole_rules or chosen.whole_loss):
-        return PartialJudge(chosen, (seed, part.version))
-    moved = not (first and part.scored) if chosen.moves else part.averaged
+    if not (recipe.whole_rules or recipe.whole_loss):
+        return PartialJudge(recipe, (seed, part.version))
+    moved = not (first and part.scored) if recipe.moves else part.averaged
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():
-        return WholeJudge(chosen, gather_minibatch(part, current, learner), (seed, part.version))
+        return WholeJudge(recipe, gather_minibatch(part, current, learner), (seed, part.version))
 
 
 def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Tensor]:

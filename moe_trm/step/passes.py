@@ -76,7 +76,7 @@ class Anchored:
 
 def log_sequence_ratios(parts: Sequence[Anchored]) -> list[float]:
     """Log of the ratio of each of this rank's rows, policy at the step's start over rollout: sum over its tokens."""
-    return [float(own.sum()) for own in log_token_ratios(parts)]
+    return [float(row_ratios.sum()) for row_ratios in log_token_ratios(parts)]
 
 
 def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
@@ -84,10 +84,10 @@ def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
     rollout.
     """
     return [
-        own
+        row_ratios
         for part in parts
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-        for own in _by_row(score.logprobs - batch.rollout_logprobs, batch.mask)[: len(micro.rows)]
+        for row_ratios in _by_row(score.logprobs - batch.rollout_logprobs, batch.mask)[: len(micro.rows)]
     ]
 
 
@@ -101,8 +101,8 @@ def decomposed(
 ) -> LogRatios:
     """The decomposition that `recovery` lets be known, from log-probs `[B, R]`; `behavior` None: it is the proximal."""
     split = recovery in ("same", "snapshot")
-    known = (proximal if behavior is None else behavior) if split else None
-    return LogRatios(rollout, known, current, mask, proximal, measured=recovery not in WITHOUT_ANCHOR_PASS)
+    anchor = (proximal if behavior is None else behavior) if split else None
+    return LogRatios(rollout, anchor, current, mask, proximal, measured=recovery not in WITHOUT_ANCHOR_PASS)
 
 
 def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> Tensor:

@@ -105,25 +105,29 @@ def recipe(config: Config) -> Recipe:
     checks: list[Callable[[], BoundRule | Uncalibrated | BoundLoss]] = [partial(_loss, config.loss, preset)]
     checks += [partial(_bound, name, thresholds) for name, thresholds in (preset.rules if preset else ())]
     checks += [partial(_rule, item) for item in correction.rules]
-    found = refuse_together(*checks)
-    [loss] = [one for one in found if isinstance(one, BoundLoss)]
-    chosen = [one for one in found if not isinstance(one, BoundLoss)]
-    every = [one if isinstance(one, BoundRule) else placeholder(one) for one in chosen]
+    bound_items = refuse_together(*checks)
+    [loss] = [bound_item for bound_item in bound_items if isinstance(bound_item, BoundLoss)]
+    rules = [bound_item for bound_item in bound_items if not isinstance(bound_item, BoundLoss)]
+    bound_rules = [bound_item if isinstance(bound_item, BoundRule) else placeholder(bound_item) for bound_item in rules]
     refuse(
         "corrections and loss",
         contradictions(
             correction,
             config.loss,
             config.pipeline.recovery,
-            [RuleFacts(bound.rule.name, bound.ratio, bound.rule.scope, bound.weighs) for bound in every],
+            [RuleFacts(bound.rule.name, bound.ratio, bound.rule.scope, bound.weighs) for bound in bound_rules],
             LossFacts(loss.loss.name, loss.loss.scope, loss.contains),
         ),
     )
-    named = labelled(every)
-    pairs = list(zip(chosen, named, strict=True))
+    named = labelled(bound_rules)
+    pairs = list(zip(rules, named, strict=True))
     return Recipe(
-        rules=tuple(bound for one, bound in pairs if isinstance(one, BoundRule)),
-        uncalibrated=tuple(replace(one, label=bound.label) for one, bound in pairs if isinstance(one, Uncalibrated)),
+        rules=tuple(bound for bound_item, bound in pairs if isinstance(bound_item, BoundRule)),
+        uncalibrated=tuple(
+            replace(bound_item, label=bound.label)
+            for bound_item, bound in pairs
+            if isinstance(bound_item, Uncalibrated)
+        ),
         batch_normalize=correction.batch_normalize,
         loss=loss,
         aggregation=config.loss.aggregation or loss.loss.aggregation,
@@ -162,19 +166,19 @@ def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
             expected="thresholds given by value, or one of "
             + ", ".join(name for name in corrections.names() if corrections.get(name).calibrate is not None),
         )
-    chosen = sorted(set(rule.calibrated) & set(item.thresholds))
-    if chosen:
+    overlap = sorted(set(rule.calibrated) & set(item.thresholds))
+    if overlap:
         raise ConfigError(
             "a threshold is either given or chosen from a target",
             where=where,
-            got=f"{', '.join(chosen)} and target_reject_rate={target}",
+            got=f"{', '.join(overlap)} and target_reject_rate={target}",
             expected="one of the two",
         )
-    found = Uncalibrated(rule, target, dict(item.thresholds), by_length=item.by_length)
+    uncalibrated = Uncalibrated(rule, target, dict(item.thresholds), by_length=item.by_length)
     if item.by_length:
         check_by_length(rule)
-        placeholder(found).following(LengthTracker(target, rule.num_statistics).thresholds)
-    return found
+        placeholder(uncalibrated).following(LengthTracker(target, rule.num_statistics).thresholds)
+    return uncalibrated
 
 
 def _loss(config: LossConfig, preset: Preset | None) -> BoundLoss:

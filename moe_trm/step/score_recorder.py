@@ -28,8 +28,8 @@ class ScoreRecorder:
 
     def __init__(self, config: Config, data_rank: int, data_size: int, *, leads: bool = True) -> None:
         # The format has log-probs of the sampled weights and of the start of the step, none of an averaged policy.
-        wanted = config.record.bundle and leads and config.pipeline.scores_fit
-        self._folder = Path(config.record.bundle) if wanted and config.record.bundle else None
+        is_recorded = config.record.bundle and leads and config.pipeline.scores_fit
+        self._folder = Path(config.record.bundle) if is_recorded and config.record.bundle else None
         self._rank, self._size = data_rank, data_size
         self._updates: list[tuple[Anchored, dict[int, Scores]]] = []
         self._begun = False
@@ -46,8 +46,8 @@ class ScoreRecorder:
 
         def watched(index: int, current: Scores) -> Tensor:
             # Detached: the graph of a whole step must not stay in memory.
-            known = shared(Scores, current)
-            seen[index] = Scores(current.logprobs.detach(), **{name: value.detach() for name, value in known.items()})
+            tensors = shared(Scores, current)
+            seen[index] = Scores(current.logprobs.detach(), **{name: value.detach() for name, value in tensors.items()})
             return objective(index, current)
 
         return watched

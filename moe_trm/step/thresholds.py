@@ -80,13 +80,13 @@ class Thresholds:
     @property
     def rules(self) -> tuple[BoundRule, ...]:
         """The calibrated rules; none while they still measure."""
-        following = [one.bound() for one in self._following if one.tracker.num_steps >= self._warm_up]
+        following = [follower.bound() for follower in self._following if follower.tracker.num_steps >= self._warm_up]
         return (*self._bound, *following)
 
     @property
     def measuring(self) -> bool:
         """True while there are rules without a threshold, which reject nothing yet."""
-        warming = any(one.tracker.num_steps < self._warm_up for one in self._following)
+        warming = any(follower.tracker.num_steps < self._warm_up for follower in self._following)
         return warming or (bool(self._pending) and not self._bound)
 
     def state(self, learner: Learner) -> dict[str, Any]:
@@ -95,20 +95,23 @@ class Thresholds:
         """
         measuring = {} if self._bound else dict(enumerate(self._pending))
         scores_so_far = {item.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
-        following = {one.item.name: {**one.tracker.state(), "of": dict(one.item.fixed)} for one in self._following}
+        following = {
+            follower.item.name: {**follower.tracker.state(), "of": dict(follower.item.fixed)}
+            for follower in self._following
+        }
         return {"chosen": self._chosen, "steps": self._steps, "scores": scores_so_far, "by_length": following}
 
     def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
         """Go on after `state`. Rules that it does not know begin to measure anew, all of them; of those by length each
         that it does not know with the same other thresholds.
         """
-        for one in self._following:
-            known = state.get("by_length", {}).get(one.item.name)
-            if known is not None and known["of"] == dict(one.item.fixed):
-                one.tracker.restore(known)
-        names, chosen, measured = [item.name for item in self._pending], state["chosen"], state["scores"]
-        if names and set(names) <= set(chosen):
-            self._freeze([item.rule.bind(**{**item.fixed, **chosen[item.name]}) for item in self._pending])
+        for follower in self._following:
+            saved = state.get("by_length", {}).get(follower.item.name)
+            if saved is not None and saved["of"] == dict(follower.item.fixed):
+                follower.tracker.restore(saved)
+        names, saved_thresholds, measured = [item.name for item in self._pending], state["chosen"], state["scores"]
+        if names and set(names) <= set(saved_thresholds):
+            self._freeze([item.rule.bind(**{**item.fixed, **saved_thresholds[item.name]}) for item in self._pending])
             self._save(learner)
         elif names and set(names) <= set(measured):
             self._steps = state["steps"]
@@ -118,8 +121,8 @@ class Thresholds:
 
     def observe(self, evidence: Evidence) -> None:
         """Take the scores of one micro-batch."""
-        for one in self._following:
-            one.observe(evidence)
+        for follower in self._following:
+            follower.observe(evidence)
         if not self._bound:
             for item, window in zip(self._pending, self._window, strict=True):
                 window.append(scores(item.rule, evidence, **item.fixed).float().cpu().flatten())
@@ -129,10 +132,10 @@ class Thresholds:
         thresholds as metrics. Collective.
         """
         by_length: dict[str, float] = {}
-        for one in self._following:
-            if one.tracker.num_steps >= self._warm_up:
-                by_length |= one.metrics()  # of this step, not of the next
-            one.end_step(learner)
+        for follower in self._following:
+            if follower.tracker.num_steps >= self._warm_up:
+                by_length |= follower.metrics()  # of this step, not of the next
+            follower.end_step(learner)
         if self._pending and not self._bound:
             self._steps -= 1
             if self._steps == 0:

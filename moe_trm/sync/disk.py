@@ -101,7 +101,7 @@ class _Writer:
     def begin(self, file: str, tensors: dict[str, Tensor]) -> None:
         """Start a file, once the one before is finished."""
         if sum(tensor.nbytes for tensor in tensors.values()) < self._lot_bytes:
-            self._finish(left=0)
+            self._finish(most_pending=0)
             written = write_joined(self._folder / file, tensors)
             self._enter(file, tensors, {name: bytes_digest(data) for name, data in written.items()})
             return
@@ -109,16 +109,16 @@ class _Writer:
         digests = [self._hashing.submit(_digests, lot) for lot in lots]
         done = self._disk.submit(write_tensors, self._folder / file, tensors)
         self._pending.append(_Written(file, tensors, digests, done))
-        self._finish(left=1)
+        self._finish(most_pending=1)
 
     def finished(self) -> tuple[TensorEntry, ...]:
         """Entries of all files, once they are written."""
-        self._finish(left=0)
+        self._finish(most_pending=0)
         return tuple(self._entries)
 
-    def _finish(self, left: int) -> None:
-        """Wait until all files but the last `left` are written."""
-        while len(self._pending) > left:
+    def _finish(self, most_pending: int) -> None:
+        """Wait until all files but the last `most_pending` are written."""
+        while len(self._pending) > most_pending:
             written = self._pending.popleft()
             written.done.result()
             digests = {name: digest for lot in written.digests for name, digest in lot.result().items()}

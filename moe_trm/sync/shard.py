@@ -55,8 +55,8 @@ def write_joined(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, memoryv
         for kind in kinds
     ]
     _write_file(path, places, joined)
-    whole = joined[0] if len(joined) == 1 else memoryview(b"".join(joined))
-    return {name: whole[slice(*place.data_offsets)] for name, place in places.items()}
+    buffer = joined[0] if len(joined) == 1 else memoryview(b"".join(joined))
+    return {name: buffer[slice(*place.data_offsets)] for name, place in places.items()}
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:

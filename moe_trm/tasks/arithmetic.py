@@ -58,18 +58,18 @@ def held_out_problems(max_digits: int, count: int) -> list[ArithmeticProblem]:
     Raises `ConfigError` when there are not that many.
     """
     rng = random.Random(f"held-out-{max_digits}")
-    found: dict[str, ArithmeticProblem] = {}
+    by_name: dict[str, ArithmeticProblem] = {}
     for _ in range(200 * count):
         problem = draw(rng, max_digits, held_out=True)
-        found.setdefault(problem.name, problem)
-        if len(found) == count:
+        by_name.setdefault(problem.name, problem)
+        if len(by_name) == count:
             break
-    if len(found) < count:
+    if len(by_name) < count:
         raise ConfigError(
             "too few held-out problems of this size",
             where="task.eval_size",
-            got=f"{count} asked, {len(found)} with at most {max_digits} digits",
-            expected=f"at most {len(found)}",
+            got=f"{count} asked, {len(by_name)} with at most {max_digits} digits",
+            expected=f"at most {len(by_name)}",
             fix="lower task.eval_size or raise task.max_digits",
         )
-    return list(found.values())
+    return list(by_name.values())

@@ -48,7 +48,9 @@ class Fields:
 
 
 def read_examples(
-    source: str | Path, fields: Fields | None = None, finish: Callable[[Example, str], Example] = lambda one, _: one
+    source: str | Path,
+    fields: Fields | None = None,
+    finish: Callable[[Example, str], Example] = lambda candidate, _: candidate,
 ) -> list[Example]:
     """Every row of a source (`rows.read_rows`). `finish` makes the final example of one and its place.
 
@@ -71,13 +73,13 @@ def read_examples(
 def _together(source: str | Path, bad: Sequence[ConfigError], rows: int) -> ConfigError:
     """One error of several rows: how many have which fault, and the first rows with their values."""
     faults = Counter(error.what for error in bad)
-    told = [f"{number} x {what}" for what, number in faults.most_common()]
-    told += [f"{error.where.removeprefix(f'{source}, ')}: {error.got}" for error in bad[:MOST_TOLD]]
-    told += [f"... and {len(bad) - MOST_TOLD} more"] if len(bad) > MOST_TOLD else []
+    lines = [f"{number} x {what}" for what, number in faults.most_common()]
+    lines += [f"{error.where.removeprefix(f'{source}, ')}: {error.got}" for error in bad[:MOST_TOLD]]
+    lines += [f"... and {len(bad) - MOST_TOLD} more"] if len(bad) > MOST_TOLD else []
     return ConfigError(
         f"{len(bad)} of {rows} rows of the prompt file cannot be used",
         where=str(source),
-        got="\n".join(told),
+        got="\n".join(lines),
         expected="; ".join(dict.fromkeys(str(error.expected) for error in bad)),
         fix="; ".join(dict.fromkeys(error.fix for error in bad if error.fix)) or "mend or remove these rows",
     )

@@ -64,7 +64,11 @@ class FileTask:
         A token is a byte at least. So a prompt whose bytes fit, beside those of the template, is not tokenised.
         """
         around = _bytes_around(self._prompt(self._train[0]), self._train[0])
-        long = (one for one in self._train if _num_bytes(one) + around * (_num_messages(one) + 1) > room)
+        long = (
+            candidate
+            for candidate in self._train
+            if _num_bytes(candidate) + around * (_num_messages(candidate) + 1) > room
+        )
         return [prompt for prompt in map(self._prompt, long) if len(prompt.token_ids) > room]
 
     @property

@@ -49,12 +49,12 @@ def equal(answer: str, text: str) -> bool:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """No warnings in the log: math-verify has one for every answer that it cannot read."""
-    before = logging.root.manager.disable
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_level)
 
 
 def _plain(text: str, *, anchored: bool) -> str:

@@ -81,8 +81,8 @@ class FunctionReward:
             values = await self._values(host, [sample for sample, _ in batch])
         except RecordRejected as rejection:
             if len(batch) > 1:
-                for one in batch:
-                    await self._score(host, [one])
+                for waiting in batch:
+                    await self._score(host, [waiting])
             else:
                 _settle(batch[0][1], rejection)
         except Exception as error:  # noqa: BLE001 (the reward's caller must be told)

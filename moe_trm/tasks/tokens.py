@@ -133,9 +133,9 @@ class Tokens:
         otherwise as it grows.
         """
         asked, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}
-        rendered, begun = self.render([asked, answer, *messages]), self.render([asked], opens_answer=False)
-        before, found, behind = rendered.rpartition(ANSWER_MARK)
-        if not found or rendered.count(ANSWER_MARK) != 1:
+        rendered, opening = self.render([asked, answer, *messages]), self.render([asked], opens_answer=False)
+        head, mark, behind = rendered.rpartition(ANSWER_MARK)
+        if not mark or rendered.count(ANSWER_MARK) != 1:
             raise CheckpointError(
                 "the chat template does not write an assistant's answer as it is",
                 where=str(self.folder),
@@ -143,12 +143,12 @@ class Tokens:
                 expected="1",
                 fix="append what follows an answer with Session.append_ids",
             )
-        if not before.startswith(begun):
+        if not head.startswith(opening):
             raise CheckpointError(
                 "the chat template changes the beginning of a conversation when messages follow",
                 where=str(self.folder),
-                got=repr(before),
-                expected=f"a text that begins with {begun!r}, which the policy was given",
+                got=repr(head),
+                expected=f"a text that begins with {opening!r}, which the policy was given",
                 fix="append what follows an answer with Session.append_ids",
             )
         token_ids = self.encode_plain(behind)
@@ -173,9 +173,9 @@ class Tokens:
         """
         pieces, start, read = [], 0, 0
         for end in range(1, len(token_ids) + 1):
-            before, now = self.decode_all(token_ids[start:read]), self.decode_all(token_ids[start:end])
-            unfinished = now.endswith("\ufffd") and end < len(token_ids)
-            pieces.append("" if unfinished else now[len(before) :])
+            shorter, longer = self.decode_all(token_ids[start:read]), self.decode_all(token_ids[start:end])
+            unfinished = longer.endswith("\ufffd") and end < len(token_ids)
+            pieces.append("" if unfinished else longer[len(shorter) :])
             if not unfinished:
                 start, read = read, end
         return pieces
@@ -230,8 +230,8 @@ class Tokens:
         return size
 
     def _stop_tokens(self, config: dict[str, Any]) -> tuple[int, ...]:
-        found = self._json("generation_config.json", required=False).get("eos_token_id")
-        for candidate in (found, config.get("eos_token_id"), self._tokenizer.eos_token_id):
+        stop_token = self._json("generation_config.json", required=False).get("eos_token_id")
+        for candidate in (stop_token, config.get("eos_token_id"), self._tokenizer.eos_token_id):
             if candidate is not None:
                 ids = candidate if isinstance(candidate, list) else [candidate]
                 return tuple(int(token) for token in ids)

@@ -49,7 +49,7 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
         ReplayRefusedError: a gate that is a plain linear layer (transformers before 5.0 chooses experts inside the
             block), input noise that would make replay differ from the rollout, or a model of FSDP1.
     """
-    found: dict[int, Any] = {}
+    blocks: dict[int, Any] = {}
     for name, module in model.named_modules():
         if _FLATTENED in name:
             raise ReplayRefusedError(
@@ -66,8 +66,8 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
             )
         if getattr(module, "jitter_noise", 0):
             raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")
-        found[int(place[1])] = module
-    return dict(sorted(found.items()))
+        blocks[int(place[1])] = module
+    return dict(sorted(blocks.items()))
 
 
 def body_of(model: nn.Module) -> nn.Module:

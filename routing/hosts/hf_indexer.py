@@ -56,16 +56,18 @@ class IndexerReplay:
         """The hooks; none on a model without indexers."""
         if not self._indexers:
             return []
-        told = {PROOF: partial(self._prove, running)}
+        options_of_proof = {PROOF: partial(self._prove, running)}
         hooks: list[Any] = [
-            body.register_forward_pre_hook(lambda _body, args, options: (args, {**options, **told}), with_kwargs=True)
+            body.register_forward_pre_hook(
+                lambda _body, args, options: (args, {**options, **options_of_proof}), with_kwargs=True
+            )
         ]
         return hooks + [
             module.register_forward_hook(partial(self._choose, running, layer))
             for layer, module in self._indexers.items()
         ]
 
-    def open(self, source: RouteSource, columns: Columns, *, whole: bool) -> IndexerPass:
+    def open(self, source: RouteSource, columns: Columns, *, whole_sequences: bool) -> IndexerPass:
         """Begin a forward.
 
         Raises:
@@ -90,8 +92,8 @@ class IndexerReplay:
             opened = IndexerPass(
                 self._sets(source.records),
                 rows=rows,
-                whole=whole,
-                judged=[one is not False for one in at],
+                whole_sequences=whole_sequences,
+                judged=[judged_row is not False for judged_row in at],
                 top_k=self.top_k,
             )
         else:
@@ -103,7 +105,9 @@ class IndexerReplay:
                     expected=self.layer_ids,
                 )
             judged = [True] * sequences
-            opened = IndexerPass((), source.recorded.positions, rows, whole=whole, judged=judged, top_k=self.top_k)
+            opened = IndexerPass(
+                (), source.recorded.positions, rows, whole_sequences=whole_sequences, judged=judged, top_k=self.top_k
+            )
         opened.lost_N = opened.lost_N.to(self._device)
         self._passes.append(opened)
         return self._begun(opened)
@@ -116,8 +120,8 @@ class IndexerReplay:
         for row, record in enumerate(records):
             if record is not None:
                 # Rows without routes would have positions of other weights, or none.
-                known = record.indexer if record.covered is None else None
-                check_positions(known, self.layer_ids, self.top_k, record.num_rows, f"row {row}")
+                positions = record.indexer if record.covered is None else None
+                check_positions(positions, self.layer_ids, self.top_k, record.num_rows, f"row {row}")
         return [None if record is None else record.indexer for record in records]
 
     def check_proved(self, opened: IndexerPass) -> None:
@@ -212,8 +216,10 @@ def second_cut(asked: IndexerPass, layer: int, shape: Sequence[int], top_k: int)
     for sets, (row, first, length) in zip(asked.sets, asked.spans, strict=True):
         if sets is None:
             continue
-        whole = min(top_k, length)
-        expected[row, first : first + whole, first : first + whole] = np.tril(np.ones((whole, whole), bool))
+        num_first = min(top_k, length)
+        expected[row, first : first + num_first, first : first + num_first] = np.tril(
+            np.ones((num_first, num_first), bool)
+        )
         chosen_MK = sets.chosen(layer)
         flat = np.repeat(np.arange(top_k, top_k + len(chosen_MK)), top_k) * shape[2] + chosen_MK.ravel()
         expected[row].reshape(-1)[flat + first * (shape[2] + 1)] = True
@@ -233,7 +239,7 @@ def indexers(model: nn.Module) -> Indexers:
     Raises:
         ReplayRefusedError: the model's attention does not say what it sees.
     """
-    found, last = Indexers({}, {}), -1
+    result, last = Indexers({}, {}), -1
     named = [(re.search(r"(?:^|\.)layers\.(\d+)\.self_attn$", name), module) for name, module in model.named_modules()]
     for layer, module in sorted((int(at[1]), module) for at, module in named if at and hasattr(module, "indexer")):
         if module.config._attn_implementation != NAME:
@@ -242,6 +248,6 @@ def indexers(model: nn.Module) -> Indexers:
                 "attn_implementation=routing.indexer.attention.register()"
             )
         if module.indexer is not None:
-            found.own[layer], last = module.indexer, layer
-        found.source_of[layer] = last
-    return found
+            result.own[layer], last = module.indexer, layer
+        result.source_of[layer] = last
+    return result

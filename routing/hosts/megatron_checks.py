@@ -21,12 +21,12 @@ def moe_layers(chunk: Any) -> list[tuple[int, Any]]:
 
     `layer_number` counts over the whole model.
     """
-    found = []
+    layers = []
     for layer in chunk.decoder.layers:
         mlp = getattr(layer, "mlp", None)
         if getattr(mlp, "router", None) is not None:
-            found.append((int(layer.layer_number) - 1, mlp))
-    return found
+            layers.append((int(layer.layer_number) - 1, mlp))
+    return layers
 
 
 def all_moe_layer_ids(config: Any) -> tuple[int, ...]:

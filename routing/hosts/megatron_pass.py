@@ -47,5 +47,5 @@ class RouterTap:
             return values, live
         with torch.no_grad():
             live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-        chosen = running.choose(self.layer, live, recompute)
-        return scores.gather(1, chosen), chosen
+        ids = running.choose(self.layer, live, recompute)
+        return scores.gather(1, ids), ids

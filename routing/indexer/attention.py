@@ -55,5 +55,5 @@ def attention(
     sees_BRC = sees_BRC & attention_mask[:, 0]
     if indexer_proof is not None:
         indexer_proof(int(module.layer_idx), sees_BRC)  # type: ignore[arg-type]
-    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, sees_BRC[:, None], **options)
-    return found
+    output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, sees_BRC[:, None], **options)
+    return output

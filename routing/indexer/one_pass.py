@@ -20,7 +20,7 @@ class IndexerPass:
         recorded: `[B, R, K]` positions of an earlier pass by layer, to be replayed; empty: none are.
         rows: where the sequences lie; None: nothing is replayed.
         records: keep what the live indexers choose.
-        whole: the last token of each sequence is in its row, and has no record.
+        whole_sequences: the last token of each sequence is in its row, and has no record.
         judged: by sequence, whether it is held against the live indexer.
         top_k: K.
 
@@ -39,7 +39,7 @@ class IndexerPass:
         rows: Rows | None = None,
         *,
         records: bool = False,
-        whole: bool = False,
+        whole_sequences: bool = False,
         judged: Sequence[bool] = (),
         top_k: int = 0,
     ) -> None:
@@ -52,11 +52,11 @@ class IndexerPass:
         if rows is None:
             return
         num_columns = rows.shape[1]
-        self.rows, self.due_BR = rows, rows.without_last() if whole else rows.mask()
+        self.rows, self.due_BR = rows, rows.without_last() if whole_sequences else rows.mask()
         num_places = rows.shape[0] * num_columns
         self.lost_N, self.chance_N = torch.zeros(num_places, dtype=torch.int32), np.zeros(num_places)
         for (start, stop), is_judged in zip(rows.spans, judged, strict=True):
-            length = max(0, stop - start - whole)
+            length = max(0, stop - start - whole_sequences)
             self.spans.append((start // num_columns, start % num_columns, length))
             seen = 1 + np.arange(length)
             self.chance_N[start : start + length] = is_judged * np.where(seen > top_k, top_k * (1 - top_k / seen), 0.0)

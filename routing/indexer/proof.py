@@ -68,7 +68,7 @@ class IndexerReport:
         """Counts of both; every layer sees the same tokens."""
         chance = self.chance + other.chance
         by_layer = {
-            layer: sum(one.chance * one.lost_by_layer.get(layer, 0.0) for one in (self, other)) / chance
+            layer: sum(report.chance * report.lost_by_layer.get(layer, 0.0) for report in (self, other)) / chance
             for layer in {**self.lost_by_layer, **other.lost_by_layer}
         }
         return IndexerReport(
@@ -106,7 +106,7 @@ def judge_indexers(
     by_layer = {layer: UNIT * row[LOST] / row[CHANCE] for layer, row in enumerate(rows) if row[CHANCE]}
     columns, fault = counters.sum(0).tolist(), None
     if bounded and columns[APART]:
-        listed = "".join(f"\n  {one}" for one in named[:16]) or " They are on other ranks."
+        listed = "".join(f"\n  {line}" for line in named[:16]) or " They are on other ranks."
         fault = MisalignedError(
             f"recorded positions of {columns[APART]} samples have little to do with those that the live indexer "
             f"chooses: they are of other tokens or layers. Nothing was trained on this update.{listed}"
@@ -140,9 +140,9 @@ def apart(lost_N: np.ndarray, chance_N: np.ndarray, sample_N: np.ndarray, keys: 
     judged_N = chance_N >= EVIDENCE
     usual = float(np.median(lost_N[judged_N] / chance_N[judged_N])) if judged_N.any() else 0.0
     apart_N = judged_N & (lost_N > (1 + min(usual, 1.0)) / 2 * chance_N)
-    found = []
+    lines = []
     for place in np.unique(sample_N[apart_N]).tolist():
         number, of = int(apart_N[sample_N == place].sum()), int(judged_N[sample_N == place].sum())
         if number >= max(FEWEST, SHARE * of):
-            found.append(f"{name_of(keys[place])}: {number} of {of} tokens are apart")
-    return found
+            lines.append(f"{name_of(keys[place])}: {number} of {of} tokens are apart")
+    return lines

@@ -37,24 +37,24 @@ class IndexerRecord:
     packed: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, num_rows: int, top_k: int, chosen: Mapping[int, np.ndarray]) -> IndexerRecord:
+    def of(cls, num_rows: int, top_k: int, positions: Mapping[int, np.ndarray]) -> IndexerRecord:
         """The record of these sets.
 
         Args:
             num_rows: forwarded tokens.
             top_k: K.
-            chosen: decoder layer -> `[M, K]` integers, positions of rows K, K + 1, ... in any order.
+            positions: decoder layer -> `[M, K]` integers, positions of rows K, K + 1, ... in any order.
 
         Raises:
             RouteError: `shape`, another number of rows or positions; `range`, a position behind its token;
                 `duplicate`, one twice in a row.
         """
         packed = []
-        for layer in sorted(chosen):
-            sets_MK = np.sort(np.asarray(chosen[layer]), axis=1)
+        for layer in sorted(positions):
+            sets_MK = np.sort(np.asarray(positions[layer]), axis=1)
             _check(sets_MK, num_rows, top_k, layer)
             packed.append(pack(sets_MK))
-        return cls(num_rows, top_k, tuple(sorted(chosen)), tuple(packed))
+        return cls(num_rows, top_k, tuple(sorted(positions)), tuple(packed))
 
     def chosen(self, layer: int) -> np.ndarray:
         """`[M, K]` int32: ascending positions of rows K, K + 1, ... in `layer`.
@@ -115,20 +115,20 @@ def check_positions(
 
 
 def _check(sets_MK: np.ndarray, num_rows: int, top_k: int, layer: int) -> None:
-    wanted = (max(0, num_rows - top_k), top_k)
-    if sets_MK.shape != wanted or sets_MK.dtype.kind not in "iu":
+    expected_shape = (max(0, num_rows - top_k), top_k)
+    if sets_MK.shape != expected_shape or sets_MK.dtype.kind not in "iu":
         raise RouteError(
             "shape",
             "sets of positions have another shape",
             where=f"layer {layer}",
             got=f"{sets_MK.dtype} {sets_MK.shape}",
-            expected=f"integers {wanted}, of the rows that see more than {top_k} positions",
+            expected=f"integers {expected_shape}, of the rows that see more than {top_k} positions",
         )
     for reason, what, wrong_M in (
         (
             "range",
             "a position lies behind its token",
-            (sets_MK[:, -1] > top_k + np.arange(wanted[0])) | (sets_MK[:, 0] < 0),
+            (sets_MK[:, -1] > top_k + np.arange(expected_shape[0])) | (sets_MK[:, 0] < 0),
         ),
         ("duplicate", "a position appears twice in one row", (np.diff(sets_MK, axis=1) == 0).any(1)),
     ):

@@ -28,18 +28,18 @@ _POSITIONS, _CELLS = 1 << 18, 1 << 24
 _LENGTH = struct.Struct("<I")
 
 
-def pack(chosen: np.ndarray) -> bytes:
+def pack(sets_MK: np.ndarray) -> bytes:
     """Ascending positions `[M, K]` of rows K, K + 1, ... as bytes; each below `r + 1`."""
-    rows, top_k = chosen.shape
-    return b"".join(_pack_part(chosen[part], part.start + top_k) for part in _parts(rows, top_k))
+    rows, top_k = sets_MK.shape
+    return b"".join(_pack_part(sets_MK[part], part.start + top_k) for part in _parts(rows, top_k))
 
 
 def unpack(data: bytes, rows: int, top_k: int) -> np.ndarray:
     """Inverse of `pack`: `[M, K]` int32. Raises `RouteError` (`payload`) for bytes that are no such sets."""
     parts, start = [np.empty((0, top_k), np.int32)], 0
     for part in _parts(rows, top_k):
-        found, start = _unpack_part(data, start, part.stop - part.start, part.start + top_k, top_k)
-        parts.append(found)
+        part_sets, start = _unpack_part(data, start, part.stop - part.start, part.start + top_k, top_k)
+        parts.append(part_sets)
     if start != len(data):
         raise _damaged(f"{len(data) - start} bytes too many")
     return np.concatenate(parts)
@@ -71,23 +71,23 @@ def _remainder_bits(columns: np.ndarray, written: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _side(chosen: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _side(sets_MK: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """`[rows, C]` bool: the smaller side of each row."""
-    side = np.zeros((len(chosen), int(columns[-1])), bool)
-    np.put_along_axis(side, chosen.astype(np.int64), True, axis=1)
-    return _flip(side, columns, chosen.shape[1])
+    side = np.zeros((len(sets_MK), int(columns[-1])), bool)
+    np.put_along_axis(side, sets_MK.astype(np.int64), True, axis=1)
+    return _flip(side, columns, sets_MK.shape[1])
 
 
 def _flip(side: np.ndarray, columns: np.ndarray, top_k: int) -> np.ndarray:
     """The other side of rows whose smaller one is that of positions left out."""
-    others = columns < 2 * top_k
-    side[others] = ~side[others] & (np.arange(side.shape[1]) < columns[others, None])
+    flipped = columns < 2 * top_k
+    side[flipped] = ~side[flipped] & (np.arange(side.shape[1]) < columns[flipped, None])
     return side
 
 
-def _pack_part(chosen: np.ndarray, first: int) -> bytes:
-    columns, written, b_M = _shape(len(chosen), first, chosen.shape[1])
-    row_S, place_S = np.nonzero(_side(chosen, columns))
+def _pack_part(sets_MK: np.ndarray, first: int) -> bytes:
+    columns, written, b_M = _shape(len(sets_MK), first, sets_MK.shape[1])
+    row_S, place_S = np.nonzero(_side(sets_MK, columns))
     before_S = np.concatenate([[-1], place_S[:-1]])
     before_S[np.cumsum(written) - written] = -1
     gap_S, b_S = place_S - before_S - 1, b_M[row_S]
@@ -136,8 +136,8 @@ def _bits(numbers: np.ndarray, width: int) -> np.ndarray:
 
 
 def _numbers(bits: np.ndarray, width: int, count: int) -> np.ndarray:
-    found: np.ndarray = bits.reshape(count, width).astype(np.int64) @ (1 << np.arange(width, dtype=np.int64)[::-1])
-    return found
+    numbers: np.ndarray = bits.reshape(count, width).astype(np.int64) @ (1 << np.arange(width, dtype=np.int64)[::-1])
+    return numbers
 
 
 def _damaged(what: str) -> RouteError:

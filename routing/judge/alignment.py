@@ -81,28 +81,28 @@ class Agreement:
 
     def add(self, suspect: int, layers: Sequence[int], live: Routes, recorded: Routes, *, worst: int) -> None:
         """Compare one sample in `layers`; `worst` is the layer where it stands out."""
-        other = recorded(worst) if worst in layers else None
+        worst_routes = recorded(worst) if worst in layers else None
         by_token: list[Tensor] = []
         top_k = 0
         for layer in layers:
-            own, theirs = live(layer), recorded(layer)
-            top_k = own.shape[1]
+            live_routes, theirs = live(layer), recorded(layer)
+            top_k = live_routes.shape[1]
             moved = [theirs.roll(-shift, 0) for shift in SHIFTS]
             for shift, routes in zip(SHIFTS, moved, strict=True):
                 if shift:
                     routes[-1 if shift > 0 else 0] = -1
             moved.append(theirs.roll(len(theirs) // 2, 0) if len(theirs) > 1 else torch.full_like(theirs, -1))
             for place, routes in enumerate(moved):
-                self.places[suspect, layer, place] += _agreement(own, routes).nan_to_num().sum(0)
-            if other is not None:
-                self.layers[suspect, layer] += _agreement(own, other).nan_to_num().sum(0)
-            by_token.append(_agreement(own, theirs)[:, 1])
+                self.places[suspect, layer, place] += _agreement(live_routes, routes).nan_to_num().sum(0)
+            if worst_routes is not None:
+                self.layers[suspect, layer] += _agreement(live_routes, worst_routes).nan_to_num().sum(0)
+            by_token.append(_agreement(live_routes, theirs)[:, 1])
         if layers and top_k * len(layers) >= JUDGED:
             mean = torch.stack(by_token).mean(0)
             chance = _share(self.places[suspect, list(layers), 3].sum(0))
-            known = ~mean.isnan()
+            is_known = ~mean.isnan()
             limit = chance + RELATED * (1 - chance)
-            self.strangers[suspect] += torch.stack((known.sum(), (mean[known] < limit).sum())).double()
+            self.strangers[suspect] += torch.stack((is_known.sum(), (mean[is_known] < limit).sum())).double()
 
 
 @dataclass(frozen=True)
@@ -142,18 +142,18 @@ def examine(
     """
     number = {suspect.key: place for place, suspect in enumerate(doubt.suspects)}
     sums = Agreement.nothing(len(number), num_layers)
-    for rows, source, chosen in zip(keys, sources, live, strict=True):
+    for rows, source, live_record in zip(keys, sources, live, strict=True):
         for row, key in enumerate(rows):
-            if key in number and chosen is not None:
-                layers, own, recorded = _routes(source, chosen, row, len(rows))
-                sums.add(number[key], layers, own, recorded, worst=doubt.suspects[number[key]].layer)
+            if key in number and live_record is not None:
+                layers, live_routes, recorded = _routes(source, live_record, row, len(rows))
+                sums.add(number[key], layers, live_routes, recorded, worst=doubt.suspects[number[key]].layer)
     flat = sums.flat().to(device)
     if group is not None:
         torch.distributed.all_reduce(flat, group=group)
-    whole = Agreement.of(flat.cpu(), len(number), num_layers)
+    agreement = Agreement.of(flat.cpu(), len(number), num_layers)
     if doubt.alike:
-        whole = Agreement(*(part.sum(0, keepdim=True).expand_as(part) for part in whole.parts()))
-    return [_judge(whole, suspect, place) for place, suspect in enumerate(doubt.suspects)]
+        agreement = Agreement(*(part.sum(0, keepdim=True).expand_as(part) for part in agreement.parts()))
+    return [_judge(agreement, suspect, place) for place, suspect in enumerate(doubt.suspects)]
 
 
 def refuse(doubt: FlipBoundError, findings: Sequence[SuspectFinding]) -> ReplayReport:
@@ -176,13 +176,13 @@ def refuse(doubt: FlipBoundError, findings: Sequence[SuspectFinding]) -> ReplayR
     )
 
 
-def _routes(source: RouteSource, chosen: Recorded, row: int, rows: int) -> tuple[list[int], Routes, Routes]:
+def _routes(source: RouteSource, live_record: Recorded, row: int, rows: int) -> tuple[list[int], Routes, Routes]:
     """Layers, live and recorded routes of one row of a micro-batch."""
     if isinstance(source, ReplayRecords):
         record = source.records[row]
         if record is None:
             return [], _nothing, _nothing
-        layers = [layer for layer in chosen.experts if layer in record.layer_ids]
+        layers = [layer for layer in live_record.experts if layer in record.layer_ids]
         length, covered = record.num_rows, torch.from_numpy(record.coverage())
 
         def recorded(layer: int) -> Tensor:
@@ -191,15 +191,15 @@ def _routes(source: RouteSource, chosen: Recorded, row: int, rows: int) -> tuple
 
     else:
         kept: Mapping[int, Tensor] = source.recorded.experts if hasattr(source, "recorded") else {}
-        layers = [layer for layer in chosen.experts if layer in kept]
+        layers = [layer for layer in live_record.experts if layer in kept]
         length = 0 if not layers else _length(source.recorded, kept[layers[0]], rows)  # type: ignore[union-attr]
 
         def recorded(layer: int) -> Tensor:
-            found: Tensor = source.recorded.by_row(layer, rows, length)[row].cpu()  # type: ignore[union-attr]
-            return found
+            routes: Tensor = source.recorded.by_row(layer, rows, length)[row].cpu()  # type: ignore[union-attr]
+            return routes
 
     def live(layer: int) -> Tensor:
-        return chosen.by_row(layer, rows, length)[row].cpu()
+        return live_record.by_row(layer, rows, length)[row].cpu()
 
     return layers, live, recorded
 
@@ -212,12 +212,12 @@ def _nothing(_layer: int) -> Tensor:
     return torch.zeros(0, 1, dtype=torch.int64)
 
 
-def _agreement(own: Tensor, theirs: Tensor) -> Tensor:
+def _agreement(live_routes: Tensor, theirs: Tensor) -> Tensor:
     """`[T, 2]` one and the share of experts in common for each token `[T, K]` that both sides have, else NaN."""
-    known = (own >= 0).all(1) & (theirs >= 0).all(1)
-    share = (own[:, :, None] == theirs[:, None, :]).any(-1).double().mean(1)
-    share = torch.where(known, share, torch.nan)
-    return torch.stack((torch.where(known, 1.0, torch.nan).double(), share), dim=1)
+    is_known = (live_routes >= 0).all(1) & (theirs >= 0).all(1)
+    share = (live_routes[:, :, None] == theirs[:, None, :]).any(-1).double().mean(1)
+    share = torch.where(is_known, share, torch.nan)
+    return torch.stack((torch.where(is_known, 1.0, torch.nan).double(), share), dim=1)
 
 
 def _share(sums: Tensor) -> float:
@@ -234,22 +234,26 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> SuspectFinding:
 
     # The layer where the sample stands out decides, or all of them together.
     relations = [relation(_share(values[0]), chance) for values, chance in zip(here, chances, strict=True)]
-    inside, scope = min((found, scope) for scope, found in enumerate(relations))
+    inside, scope = min((value, scope) for scope, value in enumerate(relations))
     chance = chances[scope]
-    others = {PLACES[shift]: _share(here[scope][shift]) for shift in (1, 2)}
+    alternatives = {PLACES[shift]: _share(here[scope][shift]) for shift in (1, 2)}
     if scope == 0:
         layers = sums.layers[place]
-        others |= {f"of layer {other}": _share(layers[other]) for other in range(len(layers)) if other != suspect.layer}
-    best = max(others, key=lambda one: others[one])
+        alternatives |= {
+            f"of layer {layer_id}": _share(layers[layer_id])
+            for layer_id in range(len(layers))
+            if layer_id != suspect.layer
+        }
+    best = max(alternatives, key=lambda place_name: alternatives[place_name])
     words = (
-        f"Recorded and live experts agree by {_share(here[scope][0]):.0%} in place, by {others[best]:.0%} as routes "
-        f"{best}, by {chance:.0%} at chance"
+        f"Recorded and live experts agree by {_share(here[scope][0]):.0%} in place, by {alternatives[best]:.0%} as "
+        f"routes {best}, by {chance:.0%} at chance"
     )
     tokens, strangers = sums.strangers[place].tolist()
-    elsewhere = relation(others[best], chance)
+    elsewhere = relation(alternatives[best], chance)
     if inside < max(RELATED, elsewhere - RELATED):
-        whose = f": these are the routes {best}" if elsewhere > max(0.5, inside) else ": they are unrelated"
-        return SuspectFinding(suspect, False, words + whose)
+        conclusion = f": these are the routes {best}" if elsewhere > max(0.5, inside) else ": they are unrelated"
+        return SuspectFinding(suspect, False, words + conclusion)
     if tokens and strangers / tokens >= PART:
         return SuspectFinding(
             suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether"

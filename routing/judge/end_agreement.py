@@ -62,19 +62,19 @@ def wrong_ends(counts: np.ndarray, slots: int, chance: float) -> list[str]:
         chance: `c`.
     """
     inside = counts.cumsum(1)
-    whole = counts.sum((0, 1))
+    all_counts = counts.sum((0, 1))
     windows = int((counts[..., 0] > 0).sum())
     wrong = []
     for side, at in enumerate(("first", "last")):
         for place in np.flatnonzero(counts[side, :, 0]):
-            own, other = inside[side, place], whole - inside[side, place]
-            if not other[0]:
+            window, outside = inside[side, place], all_counts - inside[side, place]
+            if not outside[0]:
                 continue
-            share, elsewhere = own[1] / own[0], other[1] / other[0]
+            share, elsewhere = window[1] / window[0], outside[1] / outside[0]
             usual = max(2 * elsewhere, SMALLEST)
             if share < usual + chance / 4:
                 continue
-            if own[0] / slots * float(kl(share, usual)) >= EVIDENCE + log(windows):
+            if window[0] / slots * float(kl(share, usual)) >= EVIDENCE + log(windows):
                 wrong.append(
                     f"the {at} {SHORTEST << place} tokens of all samples: {share:.1%} of their recorded experts are "
                     f"others, {elsewhere:.1%} elsewhere"

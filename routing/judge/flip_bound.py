@@ -94,10 +94,10 @@ class FlipBoundError(ReplayProofError):
         )
 
 
-def named(found: Sequence[object]) -> str:
+def named(entries: Sequence[object]) -> str:
     """A line for each of the first `NAMED`, and how many there are besides."""
-    more = f"\n  and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return "".join(f"\n  {one}" for one in found[:NAMED]) + more
+    more = f"\n  and {len(entries) - NAMED} more" if len(entries) > NAMED else ""
+    return "".join(f"\n  {entry}" for entry in entries[:NAMED]) + more
 
 
 def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | None:
@@ -105,29 +105,29 @@ def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | N
 
     In a sample, in a layer of the batch, or overall; only rounding can have moved the router there.
     """
-    due, flipped = flips.due[flips.fresh], flips.flipped[flips.fresh]
-    if not len(due):
+    due_SL, flipped = flips.due[flips.fresh], flips.flipped[flips.fresh]
+    if not len(due_SL):
         return None
 
-    def beyond(due: int, flipped: int, tokens: int) -> bool:
-        rate = np.array(flipped / max(due, 1))
+    def beyond(num_due: int, flipped: int, tokens: int) -> bool:
+        rate = np.array(flipped / max(num_due, 1))
         return bool(rate > max_flip_rate and tokens * float(kl(rate, np.array(max_flip_rate))) >= EVIDENCE)
 
-    keys, tokens = flips.keys[flips.fresh], due.max(1)
+    keys, tokens = flips.keys[flips.fresh], due_SL.max(1)
     wrong = [
-        f"{name_of(int(keys[place]))}: {flipped[place].sum() / due[place].sum():.1%} of its sets flip"
-        for place in range(len(due))
-        if beyond(due[place].sum(), flipped[place].sum(), tokens[place])
+        f"{name_of(int(keys[place]))}: {flipped[place].sum() / due_SL[place].sum():.1%} of its sets flip"
+        for place in range(len(due_SL))
+        if beyond(due_SL[place].sum(), flipped[place].sum(), tokens[place])
     ]
     wrong += [
-        f"layer {layer}: {flipped[:, layer].sum() / due[:, layer].sum():.1%} of its sets flip"
-        for layer in range(due.shape[1])
-        if beyond(due[:, layer].sum(), flipped[:, layer].sum(), due[:, layer].sum())
+        f"layer {layer}: {flipped[:, layer].sum() / due_SL[:, layer].sum():.1%} of its sets flip"
+        for layer in range(due_SL.shape[1])
+        if beyond(due_SL[:, layer].sum(), flipped[:, layer].sum(), due_SL[:, layer].sum())
     ]
-    if not wrong and not beyond(due.sum(), flipped.sum(), tokens.sum()):
+    if not wrong and not beyond(due_SL.sum(), flipped.sum(), tokens.sum()):
         return None
     return MisalignedError(
-        f"the live router would not choose the recorded sets ({flipped.sum() / due.sum():.1%} of them differ; "
+        f"the live router would not choose the recorded sets ({flipped.sum() / due_SL.sum():.1%} of them differ; "
         f"replay.max_local_flip_rate is {max_flip_rate:g}), although it has the weights that sampled them. Rounding "
         f"does not explain that:{named(wrong)}\nNothing was trained on this update. Look for a defect of the engine's "
         "route recording, and measure it with `moe-trm doctor`. Where the rollout's weights are rounded to few bits or "
@@ -143,17 +143,19 @@ def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedE
         *_wrong_samples(flips),
         *_wrong_layers(flips, top_k, num_experts),
     ]
-    found = flips.by_token
-    tokens, apart, expected = (int(part.sum()) for part in (found.tokens, found.apart, found.expected))
-    share, usual = apart / max(tokens, 1), expected / by_token.UNIT / max(tokens, 1)
+    disagreement = flips.by_token
+    tokens, num_apart, expected = (
+        int(part.sum()) for part in (disagreement.tokens, disagreement.apart, disagreement.expected)
+    )
+    share, usual = num_apart / max(tokens, 1), expected / by_token.UNIT / max(tokens, 1)
     if not wrong and by_token.evidence(share, usual, tokens) < EVIDENCE:
         return None
-    ends = int((found.last[found.run > 0] == found.tokens[found.run > 0] - 1).sum())
-    begins = int((found.first[found.run > 0] == 0).sum())
+    ends = int((disagreement.last[disagreement.run > 0] == disagreement.tokens[disagreement.run > 0] - 1).sum())
+    begins = int((disagreement.first[disagreement.run > 0] == 0).sum())
     where = f" {ends} samples disagree at their end, {begins} at their beginning." if ends or begins else ""
     return MisalignedError(
-        f"{apart} of {tokens} tokens ({share:.1%}) agree with their recorded routes no better than with those of any "
-        f"other token; {usual:.1%} are expected of rounding or of a router that has moved, which spread over all "
+        f"{num_apart} of {tokens} tokens ({share:.1%}) agree with their recorded routes no better than with those of "
+        f"any other token; {usual:.1%} are expected of rounding or of a router that has moved, which spread over all "
         f"tokens.{where} Part of the routes are not those of their tokens and layers:{named(wrong)}\n"
         "Nothing was trained on this update. Look for a defect of the engine's route recording (its version, its cache "
         "settings), and measure it with `moe-trm doctor`."
@@ -161,26 +163,26 @@ def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedE
 
 
 def _wrong_samples(flips: SampleFlips) -> list[str]:
-    found, wrong = flips.by_token, []
-    for place in np.flatnonzero(found.apart):
-        tokens, apart = int(found.tokens[place]), int(found.apart[place])
-        usual = int(found.expected[place]) / by_token.UNIT / tokens
-        nats, first, last = (int(part[place]) for part in found[3:])
+    disagreement, wrong = flips.by_token, []
+    for place in np.flatnonzero(disagreement.apart):
+        tokens, num_apart = int(disagreement.tokens[place]), int(disagreement.apart[place])
+        usual = int(disagreement.expected[place]) / by_token.UNIT / tokens
+        nats, first, last = (int(part[place]) for part in disagreement[3:])
         run = nats >= EVIDENCE * by_token.UNIT
-        if run or by_token.evidence(apart / tokens, usual, tokens) >= EVIDENCE:
+        if run or by_token.evidence(num_apart / tokens, usual, tokens) >= EVIDENCE:
             at = f", most of them from token {first} to {last}" if run else ""
-            wrong.append((apart / tokens, f"{name_of(int(flips.keys[place]))}: {apart} of {tokens} tokens{at}"))
+            wrong.append((num_apart / tokens, f"{name_of(int(flips.keys[place]))}: {num_apart} of {tokens} tokens{at}"))
     return [words for _, words in sorted(wrong, reverse=True)]
 
 
 def _wrong_layers(flips: SampleFlips, top_k: int, num_experts: int) -> list[str]:
     least, wrong = by_token.least_lost(top_k, 1 - top_k / num_experts), []
     for layer in np.flatnonzero(flips.apart[:, 0]):
-        apart, lost_apart = (int(number) for number in flips.apart[layer])
+        num_apart, lost_apart = (int(number) for number in flips.apart[layer])
         tokens, lost = int(flips.due[:, layer].sum()), int(flips.lost[:, layer].sum())
-        usual = by_token.clean_share(top_k, least, tokens - apart, lost - lost_apart)
-        if by_token.evidence(apart / tokens, usual, tokens) >= EVIDENCE:
-            wrong.append(f"layer {layer}: {apart} of {tokens} tokens, where {usual:.1%} are expected")
+        usual = by_token.clean_share(top_k, least, tokens - num_apart, lost - lost_apart)
+        if by_token.evidence(num_apart / tokens, usual, tokens) >= EVIDENCE:
+            wrong.append(f"layer {layer}: {num_apart} of {tokens} tokens, where {usual:.1%} are expected")
     return wrong
 
 
@@ -199,13 +201,17 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
         return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, chance)
     evidence = _evidence(by_layer, chance, way=1 / 3)
-    due, lost = flips.due.sum(1, keepdims=True), flips.lost.sum(1, keepdims=True)
-    whole = _shares(due, lost, top_k, chance)
+    due_S1, lost = flips.due.sum(1, keepdims=True), flips.lost.sum(1, keepdims=True)
+    over_layers = _shares(due_S1, lost, top_k, chance)
     # The layers of a token are not independent: over all layers, a token counts once.
-    whole = whole._replace(tokens=whole.tokens / np.maximum((flips.due > 0).sum(1, keepdims=True), 1))
-    found = np.maximum(evidence.max(1), _evidence(whole, chance, way=1 / 4)[:, 0])
-    order = [one for one in np.argsort(-found, kind="stable") if found[one] >= EVIDENCE]
-    return [_suspect(flips, by_layer, layers, one) for one in order]
+    over_layers = over_layers._replace(tokens=over_layers.tokens / np.maximum((flips.due > 0).sum(1, keepdims=True), 1))
+    sample_evidence = np.maximum(evidence.max(1), _evidence(over_layers, chance, way=1 / 4)[:, 0])
+    order = [
+        sample_place
+        for sample_place in np.argsort(-sample_evidence, kind="stable")
+        if sample_evidence[sample_place] >= EVIDENCE
+    ]
+    return [_suspect(flips, by_layer, layers, sample_place) for sample_place in order]
 
 
 def worst(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
@@ -215,7 +221,7 @@ def worst(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
         return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, 1 - top_k / num_experts)
     order = np.argsort(-(by_layer.lost * np.minimum(by_layer.tokens, FEW)).max(1), kind="stable")
-    return [_suspect(flips, by_layer, layers, one) for one in order]
+    return [_suspect(flips, by_layer, layers, sample_place) for sample_place in order]
 
 
 def _suspect(flips: SampleFlips, by_layer: _Shares, layers: np.ndarray, place: int) -> Suspect:
@@ -231,12 +237,12 @@ def _suspect(flips: SampleFlips, by_layer: _Shares, layers: np.ndarray, place: i
     )
 
 
-def _shares(due: np.ndarray, lost: np.ndarray, top_k: int, chance: float) -> _Shares:
+def _shares(due_SL: np.ndarray, lost: np.ndarray, top_k: int, chance: float) -> _Shares:
     """Tokens `[S, L]`, lost shares `[S, L]` and the expected share `[L]` of each layer."""
-    known = due > 0
-    shares = np.where(known, lost / np.maximum(due * top_k, 1), 0.0)
-    expected = _medians(np.where(known, shares, np.inf), known.sum(0))
-    return _Shares(due, shares, np.minimum(expected, chance / 4))
+    has_due = due_SL > 0
+    shares = np.where(has_due, lost / np.maximum(due_SL * top_k, 1), 0.0)
+    expected = _medians(np.where(has_due, shares, np.inf), has_due.sum(0))
+    return _Shares(due_SL, shares, np.minimum(expected, chance / 4))
 
 
 def _medians(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -253,8 +259,8 @@ def _evidence(seen: _Shares, chance: float, *, way: float) -> np.ndarray:
     if not beyond.any():
         return np.zeros(seen.lost.shape)
     layers = seen.lost.shape[1]
-    own = _medians(seen.lost.T, np.full(len(seen.lost), layers))[:, None] if layers > 2 else np.zeros((1, 1))
-    usual = np.minimum(2 * np.maximum(np.maximum(seen.expected, own), SMALLEST / 2), 0.9 * threshold)
+    sample_median = _medians(seen.lost.T, np.full(len(seen.lost), layers))[:, None] if layers > 2 else np.zeros((1, 1))
+    usual = np.minimum(2 * np.maximum(np.maximum(seen.expected, sample_median), SMALLEST / 2), 0.9 * threshold)
     divergence = kl(seen.lost, usual)
     return np.where(beyond, seen.tokens * divergence, 0.0)
 

@@ -74,9 +74,9 @@ def flips(
     Source: flip rates as in the R3 report (Rollout Routing Replay); overlap and per-expert change follow from the set
     difference.
     """
-    left, right = _ids(a), _ids(b)
-    if left.shape != right.shape or left.ndim < 2:
-        raise RouteError("shape", "routes to compare have different shapes", got=left.shape, expected=right.shape)
+    a_TLK, right = _ids(a), _ids(b)
+    if a_TLK.shape != right.shape or a_TLK.ndim < 2:
+        raise RouteError("shape", "routes to compare have different shapes", got=a_TLK.shape, expected=right.shape)
     if (
         isinstance(a, RouteRecord)
         and isinstance(b, RouteRecord)
@@ -88,16 +88,16 @@ def flips(
             got=(a.layer_ids, a.num_experts),
             expected=(b.layer_ids, b.num_experts),
         )
-    layers, top_k = left.shape[-2:]
-    left, right = left.reshape(-1, layers, top_k), right.reshape(-1, layers, top_k)
+    layers, top_k = a_TLK.shape[-2:]
+    a_TLK, right = a_TLK.reshape(-1, layers, top_k), right.reshape(-1, layers, top_k)
     counted_TL = _counted(mask, tuple(_ids(a).shape[:-2]), layers)
-    experts = _num_experts(a, b, left, right, counted_TL, num_experts)
-    same_TLK = (left[..., :, None] == right[..., None, :]).any(-1)
+    experts = _num_experts(a, b, a_TLK, right, counted_TL, num_experts)
+    same_TLK = (a_TLK[..., :, None] == right[..., None, :]).any(-1)
     lost_TL = np.where(counted_TL, top_k - same_TLK.sum(-1), 0)
     flipped_TL = lost_TL > 0
     total, rows = int(counted_TL.sum()), counted_TL.any(1)
-    only_left = left[counted_TL & flipped_TL][~same_TLK[counted_TL & flipped_TL]]
-    same_from_right = (right[..., :, None] == left[..., None, :]).any(-1)
+    only_left = a_TLK[counted_TL & flipped_TL][~same_TLK[counted_TL & flipped_TL]]
+    same_from_right = (right[..., :, None] == a_TLK[..., None, :]).any(-1)
     only_right = right[counted_TL & flipped_TL][~same_from_right[counted_TL & flipped_TL]]
     changed_E = np.bincount(np.concatenate([only_left, only_right]).astype(np.int64), minlength=experts)
     per_expert = changed_E / max(total, 1)
@@ -186,30 +186,30 @@ def _ids(routes: RouteRecord | np.ndarray | Tensor) -> np.ndarray:
 def _counted(mask: np.ndarray | Tensor | None, rows: tuple[int, ...], layers: int) -> np.ndarray:
     if mask is None:
         return np.ones((int(np.prod(rows)), layers), dtype=bool)
-    given = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else np.asarray(mask)
-    if given.dtype != bool or given.shape not in (rows, (*rows, layers)):
+    mask_array = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else np.asarray(mask)
+    if mask_array.dtype != bool or mask_array.shape not in (rows, (*rows, layers)):
         raise RouteError(
             "shape",
             "mask does not fit the routes",
-            got=f"{given.dtype} {given.shape}",
+            got=f"{mask_array.dtype} {mask_array.shape}",
             expected=f"bool {rows} or {(*rows, layers)}",
         )
-    whole = given[..., None] if given.shape == rows else given
-    return np.array(np.broadcast_to(whole, (*rows, layers))).reshape(-1, layers)
+    by_layer = mask_array[..., None] if mask_array.shape == rows else mask_array
+    return np.array(np.broadcast_to(by_layer, (*rows, layers))).reshape(-1, layers)
 
 
 def _num_experts(
-    a: object, b: object, left: np.ndarray, right: np.ndarray, counted_TL: np.ndarray, given: int | None
+    a: object, b: object, a_TLK: np.ndarray, right: np.ndarray, counted_TL: np.ndarray, num_experts: int | None
 ) -> int:
-    known = given or next((r.num_experts for r in (a, b) if isinstance(r, RouteRecord)), None)
-    used = np.concatenate([left[counted_TL].ravel(), right[counted_TL].ravel()]).astype(np.int64)
+    declared = num_experts or next((r.num_experts for r in (a, b) if isinstance(r, RouteRecord)), None)
+    used = np.concatenate([a_TLK[counted_TL].ravel(), right[counted_TL].ravel()]).astype(np.int64)
     largest = int(used.max(initial=0))
-    if used.min(initial=0) < 0 or (known is not None and largest >= known):
+    if used.min(initial=0) < 0 or (declared is not None and largest >= declared):
         raise RouteError(
             "range",
             "expert id out of range",
             got=f"{int(used.min(initial=0))}..{largest}",
-            expected=f"0..{(known or largest + 1) - 1}",
+            expected=f"0..{(declared or largest + 1) - 1}",
             fix="Mask rows that were not recorded.",
         )
-    return known or largest + 1
+    return declared or largest + 1

@@ -49,10 +49,10 @@ class SampleFlips:
     fresh: np.ndarray
 
     @classmethod
-    def of(cls, keys: np.ndarray, due: np.ndarray, flipped: np.ndarray, lost: np.ndarray) -> SampleFlips:
+    def of(cls, keys: np.ndarray, due_SL: np.ndarray, flipped: np.ndarray, lost: np.ndarray) -> SampleFlips:
         """Counts by sample and layer alone."""
-        none, ends = np.zeros((due.shape[1], 2), np.int64), np.zeros(SHAPE, np.int64)
-        return cls(keys, due, flipped, lost, none, ends, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
+        none, ends = np.zeros((due_SL.shape[1], 2), np.int64), np.zeros(SHAPE, np.int64)
+        return cls(keys, due_SL, flipped, lost, none, ends, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
 
 
 class PassFlips:
@@ -66,7 +66,7 @@ class PassFlips:
         sample_last: router order is `[columns, B]`, not `[B, columns]`.
         sample_of: `[N]` int64, the sample of each local token where samples share a row; None: they do not.
         device: of the counts.
-        due: `[N]` bool, the tokens of `due_B` on the CPU; None: no token is judged by itself.
+        due_N: `[N]` bool, the tokens of `due_B` on the CPU; None: no token is judged by itself.
         experts: K and E.
         at_sampling: of each of the B samples, as in `ReplayRecords`; empty: unknown of all.
     """
@@ -81,20 +81,22 @@ class PassFlips:
         sample_last: bool,
         device: torch.device,
         sample_of: Tensor | None = None,
-        due: Tensor | None = None,
+        due_N: Tensor | None = None,
         experts: tuple[int, int] = (0, 0),
         at_sampling: Sequence[bool | None] = (),
     ) -> None:
         self._sample_of = None if sample_of is None else sample_of.to(device)
         self._sample_last, self.keys = sample_last, list(keys)
-        self._due, self._slots, self._top_k = due, 0, experts[0]
+        self._due, self._slots, self._top_k = due_N, 0, experts[0]
         self._chance = 1 - experts[0] / experts[1] if experts[1] else 0.0
         self.judged_B = np.array([at is not False for at in at_sampling or [None] * len(keys)])
         self.fresh_B = np.array([at is True for at in at_sampling or [None] * len(keys)])
-        num_tokens = 0 if due is None else len(due)
+        num_tokens = 0 if due_N is None else len(due_N)
         self.lost_N = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.apart_L2 = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
-        self._judged_N = None if due is None else (due & torch.from_numpy(self.judged_B)[self._samples()]).to(device)
+        self._judged_N = (
+            None if due_N is None else (due_N & torch.from_numpy(self.judged_B)[self._samples()]).to(device)
+        )
         self.due_BL = np.zeros((len(keys), num_layers), np.int64)
         self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
@@ -158,48 +160,52 @@ def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor])
 
 def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
     """The counts of all `passes` of this rank, those of padding and of rows judged elsewhere left out."""
-    found = list(passes)
-    if not found:
+    all_passes = list(passes)
+    if not all_passes:
         return SampleFlips.of(np.zeros(0, np.int64), *np.zeros((3, 0, num_layers), np.int64))
     # One transfer from the device for each kind of count, over all passes.
-    counts_LKB = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy()
-    lost_N = torch.cat([one.lost_N for one in found]).cpu().numpy()
-    ends = np.cumsum([len(one.lost_N) for one in found])
+    counts_LKB = torch.cat([pass_flips.counts_LKB for pass_flips in all_passes], dim=2).cpu().numpy()
+    lost_N = torch.cat([pass_flips.lost_N for pass_flips in all_passes]).cpu().numpy()
+    ends = np.cumsum([len(pass_flips.lost_N) for pass_flips in all_passes])
     by_token, by_end = zip(
-        *(one.by_token(lost_N[end - len(one.lost_N) : end]) for one, end in zip(found, ends, strict=True)), strict=True
+        *(
+            pass_flips.by_token(lost_N[end - len(pass_flips.lost_N) : end])
+            for pass_flips, end in zip(all_passes, ends, strict=True)
+        ),
+        strict=True,
     )
     flipped_SL, lost_SL = counts_LKB.transpose(1, 2, 0).astype(np.int64)
-    whole = SampleFlips(
-        np.array([key for one in found for key in one.keys], np.int64),
-        np.concatenate([one.due_BL for one in found]),
+    joined = SampleFlips(
+        np.array([key for pass_flips in all_passes for key in pass_flips.keys], np.int64),
+        np.concatenate([pass_flips.due_BL for pass_flips in all_passes]),
         flipped_SL,
         lost_SL,
-        torch.stack([one.apart_L2 for one in found]).sum(0).cpu().numpy(),
+        torch.stack([pass_flips.apart_L2 for pass_flips in all_passes]).sum(0).cpu().numpy(),
         np.sum(by_end, axis=0),
         Disagreement(*(np.concatenate(part) for part in zip(*by_token, strict=True))),
-        np.concatenate([one.fresh_B for one in found]),
+        np.concatenate([pass_flips.fresh_B for pass_flips in all_passes]),
     )
-    judged = np.concatenate([one.judged_B for one in found])
-    return summed(whole, np.flatnonzero(whole.due.any(1) & judged))
+    judged = np.concatenate([pass_flips.judged_B for pass_flips in all_passes])
+    return summed(joined, np.flatnonzero(joined.due.any(1) & judged))
 
 
-def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
-    """Counts of which several may have one key, added by their keys; `chosen`: places of those that count."""
-    places = np.arange(len(flips.keys)) if chosen is None else chosen
+def summed(flips: SampleFlips, places_counted: np.ndarray | None = None) -> SampleFlips:
+    """Counts of which several may have one key, added by their keys; `places_counted`: places of those that count."""
+    places = np.arange(len(flips.keys)) if places_counted is None else places_counted
     order = places[np.argsort(flips.keys[places], kind="stable")]
     if not len(order):
         nothing = np.zeros((3, 0, flips.due.shape[1]), np.int64)
         return SampleFlips.of(flips.keys[order], *nothing)
     keys = flips.keys[order]
     first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
-    due, flipped, lost = (
+    due_SL, flipped, lost = (
         np.add.reduceat(table[order], first, axis=0) for table in (flips.due, flips.flipped, flips.lost)
     )
-    tokens, apart, expected, *_ = (np.add.reduceat(part[order], first) for part in flips.by_token)
+    tokens, num_apart, expected, *_ = (np.add.reduceat(part[order], first) for part in flips.by_token)
     # If a sample has several runs, the one that speaks most against it.
     group = np.repeat(np.arange(len(first)), np.diff([*first, len(order)]))
     best = order[np.lexsort((flips.by_token.run[order], group))][np.append(first[1:], len(order)) - 1]
     run, start, stop = (part[best] for part in flips.by_token[3:])
     fresh = np.logical_and.reduceat(flips.fresh[order], first)
-    by_token = Disagreement(tokens, apart, expected, run, start, stop)
-    return SampleFlips(keys[first], due, flipped, lost, flips.apart, flips.ends, by_token, fresh)
+    by_token = Disagreement(tokens, num_apart, expected, run, start, stop)
+    return SampleFlips(keys[first], due_SL, flipped, lost, flips.apart, flips.ends, by_token, fresh)

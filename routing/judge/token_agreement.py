@@ -95,18 +95,18 @@ def of_samples(lost_N: np.ndarray, sample_N: np.ndarray, samples: int, slots: in
     apart_N = lost_N >= least
     share = clean_share(slots, least, len(lost_N) - int(apart_N.sum()), float(lost_N[~apart_N].sum()))
     tokens = np.bincount(sample_N, minlength=samples)
-    apart = np.bincount(sample_N[apart_N], minlength=samples)
-    found = Disagreement(
-        tokens, apart, np.round(tokens * share * UNIT).astype(np.int64), *np.zeros((3, samples), np.int64)
+    num_apart = np.bincount(sample_N[apart_N], minlength=samples)
+    disagreement = Disagreement(
+        tokens, num_apart, np.round(tokens * share * UNIT).astype(np.int64), *np.zeros((3, samples), np.int64)
     )
     ends = np.cumsum(tokens)
-    for one in np.flatnonzero(apart > 1):
-        start = ends[one] - tokens[one]
-        _scan(found, int(one), apart_N[start : ends[one]], share)
-    return found
+    for sample_place in np.flatnonzero(num_apart > 1):
+        start = ends[sample_place] - tokens[sample_place]
+        _scan(disagreement, int(sample_place), apart_N[start : ends[sample_place]], share)
+    return disagreement
 
 
-def _scan(found: Disagreement, sample: int, apart_T: np.ndarray, share: float) -> None:
+def _scan(disagreement: Disagreement, sample: int, apart_T: np.ndarray, share: float) -> None:
     """The best run of tokens of one sample (Kadane)."""
     if share >= _IN_RUN:
         return
@@ -116,9 +116,9 @@ def _scan(found: Disagreement, sample: int, apart_T: np.ndarray, share: float) -
     last = int(np.argmax(sums - lowest))
     nats = float(sums[last] - lowest[last]) - log(len(apart_T))
     if nats > 0:
-        found.run[sample] = round(nats * UNIT)
-        found.first[sample] = int(np.argmin(sums[: last + 1]))
-        found.last[sample] = last - 1
+        disagreement.run[sample] = round(nats * UNIT)
+        disagreement.first[sample] = int(np.argmin(sums[: last + 1]))
+        disagreement.last[sample] = last - 1
 
 
 def evidence(share: float, usual: float, number: float) -> float:

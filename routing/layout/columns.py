@@ -122,8 +122,8 @@ class Columns:
         """
         if tuple(local.shape[:2]) != self.shape:
             raise RouteError("shape", "a tensor does not fit the columns", got=tuple(local.shape), expected=self.shape)
-        whole = local.new_full((*self.rows.shape, *local.shape[2:]), fill)
-        return whole.index_copy(1, self.index.to(local.device), local)
+        uncut_rows = local.new_full((*self.rows.shape, *local.shape[2:]), fill)
+        return uncut_rows.index_copy(1, self.index.to(local.device), local)
 
     def owned(self) -> Tensor:
         """`[R]` bool, true on the columns of this rank. Cuts keep their order, so these are the same as `index`."""

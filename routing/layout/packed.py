@@ -39,12 +39,12 @@ def packed_places(lengths: Sequence[int], cp_size: int = 1, sp_size: int = 1) ->
 
     In a pack without any token the first row takes the fewest that ranks can share.
     """
-    each = 2 * cp_size if cp_size > 1 else 1
-    whole = math.lcm(each, cp_size * sp_size)
-    places = [-(-length // each) * each for length in lengths]
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    pack_multiple = math.lcm(multiple, cp_size * sp_size)
+    places = [-(-length // multiple) * multiple for length in lengths]
     total = sum(places)
     last = max((row for row, length in enumerate(lengths) if length), default=0)
-    places[last] += -(-max(total, SHORTEST) // whole) * whole - total
+    places[last] += -(-max(total, SHORTEST) // pack_multiple) * pack_multiple - total
     return tuple(places)
 
 
@@ -147,11 +147,11 @@ class PackedLayout:
     def _positions(self) -> Tensor:
         if self.cp_size == 1:
             return torch.arange(self.num_places)
-        own = []
+        chunk_positions = []
         for start, places in zip(self.starts, self.places, strict=True):
             chunks = torch.arange(start, start + places).view(2 * self.cp_size, -1)
-            own += [chunks[self.cp_rank], chunks[-1 - self.cp_rank]]
-        return torch.cat(own)
+            chunk_positions += [chunks[self.cp_rank], chunks[-1 - self.cp_rank]]
+        return torch.cat(chunk_positions)
 
     def router_index(self) -> Tensor:
         """`[N]` int64: for each token in router order, its place in the pack."""
@@ -231,10 +231,10 @@ class _Source:
 
     def put(self, local: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
         """`[X, ...]` -> `[B, R, ...]` with `fill` elsewhere."""
-        whole, places = local.new_full((shape[0] * shape[1], *local.shape[1:]), fill), self.places
+        flat, places = local.new_full((shape[0] * shape[1], *local.shape[1:]), fill), self.places
         if self.empty is not None:
             local, places = local[~self.empty.to(local.device)], places[~self.empty]
-        return whole.index_copy(0, places.to(local.device), local).view(*shape, *local.shape[1:])
+        return flat.index_copy(0, places.to(local.device), local).view(*shape, *local.shape[1:])
 
 
 AnyLayout = Layout | PackedLayout

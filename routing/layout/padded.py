@@ -144,8 +144,8 @@ class Layout:
         check_leading(self, local, (self.batch, self.columns))
         if self.cp_size == 1:
             return local
-        whole = local.new_full((self.batch, self.length, *local.shape[2:]), fill)
-        return whole.index_copy(1, self.positions().to(local.device), local)
+        uncut_rows = local.new_full((self.batch, self.length, *local.shape[2:]), fill)
+        return uncut_rows.index_copy(1, self.positions().to(local.device), local)
 
     def to_router(self, values: Tensor) -> Tensor:
         """`[B, R, ...]` to this rank's router order `[N, ...]`."""
@@ -155,8 +155,8 @@ class Layout:
     def from_router(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """Inverse of `to_router`: `[N, ...]` to `[B, R, ...]`, `fill` where another rank holds the value."""
         check_leading(self, local, (self.num_local,))
-        whole = local.new_full((self.batch * self.length, *local.shape[1:]), fill)
-        placed = whole.index_copy(0, self.router_index().to(local.device), local)
+        flat = local.new_full((self.batch * self.length, *local.shape[1:]), fill)
+        placed = flat.index_copy(0, self.router_index().to(local.device), local)
         return placed.view(self.batch, self.length, *local.shape[1:])
 
 

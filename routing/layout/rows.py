@@ -178,8 +178,8 @@ class Rows:
             return cls((rows, columns), tuple(zip(starts.tolist(), (starts + counts).tolist(), strict=True)))
         first = np.where(counts > 0, real.argmax(1), columns if kind == "left_padded" else 0) if columns else counts
         index = np.arange(columns)[None]
-        whole = (index >= first[:, None]) & (index < (first + counts)[:, None])
-        fits = (whole == real).all(1)
+        one_span = (index >= first[:, None]) & (index < (first + counts)[:, None])
+        fits = (one_span == real).all(1)
         if kind == "right_padded":
             fits &= first == 0
         elif kind == "left_padded":

@@ -39,15 +39,15 @@ def record_of(
             rows that were never filled, which are zeros).
     """
     num_rows = int(np.asarray(tokens).shape[0]) - 1 - start
-    wanted = checked_layers(layer_ids, num_layers)
-    experts = moe_columns(routes_TDK, num_rows, (num_layers, top_k), wanted, num_experts)
-    record = RouteRecord(experts, wanted, num_experts, token_digest(tokens))
+    layers = checked_layers(layer_ids, num_layers)
+    experts = moe_columns(routes_TDK, num_rows, (num_layers, top_k), layers, num_experts)
+    record = RouteRecord(experts, layers, num_experts, token_digest(tokens))
     record.validate(num_rows + 1)
     return record
 
 
 def moe_columns(
-    routes_TDK: np.ndarray, num_rows: int, of_row: tuple[int, int], wanted: Sequence[int], num_experts: int
+    routes_TDK: np.ndarray, num_rows: int, of_row: tuple[int, int], layers: Sequence[int], num_experts: int
 ) -> np.ndarray:
     """The MoE columns `[rows, L, K]` in the record's type.
 
@@ -72,14 +72,14 @@ def moe_columns(
             expected=num_rows,
             fix="One row per forwarded token is needed, all but the last of the sequence, from row `start` on.",
         )
-    routes_TLK = routes_TDK[:, list(wanted)]
+    routes_TLK = routes_TDK[:, list(layers)]
     outside = (routes_TLK < 0) | (routes_TLK >= num_experts)
     if outside.any():
         row, column, slot = np.argwhere(outside)[0]
         raise RouteError(
             "range",
             "expert id out of range",
-            where=f"row {row}, layer {wanted[column]}",
+            where=f"row {row}, layer {layers[column]}",
             got=int(routes_TLK[row, column, slot]),
             expected=f"0..{num_experts - 1}",
         )
@@ -88,12 +88,12 @@ def moe_columns(
 
 def checked_layers(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The layers as a tuple. Raises `RouteError` (`layers`)."""
-    wanted = tuple(int(layer) for layer in layer_ids)
-    if not wanted or list(wanted) != sorted(set(wanted)) or wanted[0] < 0 or wanted[-1] >= num_layers:
+    layers = tuple(int(layer) for layer in layer_ids)
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
         raise RouteError(
             "layers",
             "MoE layer ids do not fit the routes",
-            got=wanted,
+            got=layers,
             expected=f"distinct ascending ids in 0..{num_layers - 1}",
         )
-    return wanted
+    return layers

@@ -74,8 +74,8 @@ def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> b
     positions = b""
     if record.indexer is not None:
         codec |= _POSITIONS
-        own = record.indexer.encode()
-        positions = _LENGTH.pack(len(own)) + own
+        encoded = record.indexer.encode()
+        positions = _LENGTH.pack(len(encoded)) + encoded
     header = _HEADER.pack(
         MAGIC, VERSION, codec, _ORDERS.index(kept), len(digest), record.num_experts, rows, layers, top_k
     )

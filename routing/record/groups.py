@@ -70,8 +70,8 @@ def encode_group(records: Sequence[RouteRecord], order: Literal["engine", "set"]
     parts = [encode(_tail(record, rows), order) for record, (_, rows) in zip(kept, bases, strict=True)]
     head = _HEAD.pack(_MAGIC, VERSION, len(kept))
     table = [_MEMBER.pack(base, rows, len(part)) for (base, rows), part in zip(bases, parts, strict=True)]
-    whole = [head, *table, *parts]
-    return b"".join([*whole, checksum(*whole)])
+    content = [head, *table, *parts]
+    return b"".join([*content, checksum(*content)])
 
 
 def decode_group(data: bytes | memoryview, num_rows: Sequence[int] | None = None) -> list[RouteRecord]:

@@ -180,8 +180,8 @@ class RouteRecord:
         ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         check_ids(self, ids)
         digest = ids_digest(ids, origin)
-        own = self.experts, self.layer_ids, self.num_experts
-        return RouteRecord(*own, digest, self.order, self.covered, self.indexer)
+        values = self.experts, self.layer_ids, self.num_experts
+        return RouteRecord(*values, digest, self.order, self.covered, self.indexer)
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
@@ -223,7 +223,7 @@ def _repeated(experts: np.ndarray) -> np.ndarray:
     # In parts: the copy stays in the cache, and memory does not double on long sequences.
     for start in range(0, len(flat_MK), _PART):
         columns_KM = np.ascontiguousarray(flat_MK[start : start + _PART].T)
-        found = repeated_M[start : start + _PART]
+        repeated_part = repeated_M[start : start + _PART]
         for first, second in combinations(range(len(columns_KM)), 2):
-            found |= columns_KM[first] == columns_KM[second]
+            repeated_part |= columns_KM[first] == columns_KM[second]
     return repeated_M.reshape(experts.shape[:-1])

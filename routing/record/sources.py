@@ -62,21 +62,21 @@ class Recorded:
         return self._by_row(self.margins[layer][:, None], batch, length, fill=float("nan"))[..., 0]
 
     def _by_row(self, values: Tensor, batch: int, length: int, fill: float) -> Tensor:
-        whole = (
+        rows = (
             values.view(batch, -1, values.shape[-1]) if self.layout is None else self.layout.from_router(values, fill)
         )
-        if whole.shape[0] != batch or whole.shape[1] < length:
+        if rows.shape[0] != batch or rows.shape[1] < length:
             raise RouteError(
                 "shape",
                 "recorded routes are of another micro-batch",
-                got=tuple(whole.shape[:2]),
+                got=tuple(rows.shape[:2]),
                 expected=(batch, length),
             )
-        return whole[:, :length]
+        return rows[:, :length]
 
-    def with_layers_of(self, other: Recorded) -> Recorded:
+    def with_layers_of(self, chunk: Recorded) -> Recorded:
         """Also the layers that another chunk of the model recorded on the same micro-batch."""
-        return replace(self, experts={**self.experts, **other.experts}, margins={**self.margins, **other.margins})
+        return replace(self, experts={**self.experts, **chunk.experts}, margins={**self.margins, **chunk.margins})
 
 
 @dataclass(frozen=True)
@@ -169,24 +169,24 @@ class ReplayReport:
         """
         return self.local_flips / self.replayed if self.replayed else None
 
-    def __add__(self, other: ReplayReport) -> ReplayReport:
+    def __add__(self, report: ReplayReport) -> ReplayReport:
         """Counters of both.
 
         Every MoE layer sees the same tokens, so a layer's rates are weighted by the reports' totals.
         """
-        replayed = self.replayed + other.replayed
+        replayed = self.replayed + report.replayed
         flips = {
-            layer: sum(r.replayed * r.local_flips_by_layer.get(layer, 0.0) for r in (self, other)) / replayed
-            for layer in {**self.local_flips_by_layer, **other.local_flips_by_layer}
+            layer: sum(r.replayed * r.local_flips_by_layer.get(layer, 0.0) for r in (self, report)) / replayed
+            for layer in {**self.local_flips_by_layer, **report.local_flips_by_layer}
         }
         return ReplayReport(
             replayed,
-            self.matched + other.matched,
-            self.local_flips + other.local_flips,
+            self.matched + report.matched,
+            self.local_flips + report.local_flips,
             flips,
-            self.native + other.native,
-            self.moved + other.moved,
-            self.indexer + other.indexer if self.indexer and other.indexer else self.indexer or other.indexer,
+            self.native + report.native,
+            self.moved + report.moved,
+            self.indexer + report.indexer if self.indexer and report.indexer else self.indexer or report.indexer,
         )
 
 
@@ -239,13 +239,13 @@ def check_rows(
         )
     if origins and len(origins) != len(records):
         raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
-    whole = target_ids is None
+    has_last_token = target_ids is None
     inputs = targets = input_ids.cpu().numpy().astype("<i4").tobytes()
     if target_ids is not None:
         rows.check_shape(target_ids)
         targets = target_ids.cpu().numpy().astype("<i4").tobytes()
     for row, (record, (start, stop)) in enumerate(zip(records, rows.spans, strict=True)):
-        length = max(stop - start - whole, 0)
+        length = max(stop - start - has_last_token, 0)
         if record is None or length == 0:
             if record is None and length == 0:
                 continue

@@ -22,19 +22,19 @@ def stacked_routes(
     records: Sequence[RouteRecord | None], layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> np.ndarray:
     """`[S, L, K]`: the rows of all records, one after the other. Raises as `layer_columns` does."""
-    wanted, dtype = tuple(layer_ids), expert_dtype(num_experts)
-    parts = [np.zeros((0, len(wanted), top_k), dtype)]
+    layers, dtype = tuple(layer_ids), expert_dtype(num_experts)
+    parts = [np.zeros((0, len(layers), top_k), dtype)]
     for record in records:
         if record is None:
             continue
         experts = record.experts
         is_whole = (
-            record.layer_ids == wanted
+            record.layer_ids == layers
             and record.num_experts == num_experts
-            and experts.shape[1:] == (len(wanted), top_k)
+            and experts.shape[1:] == (len(layers), top_k)
             and experts.dtype == dtype
         )
-        parts.append(experts if is_whole else experts[:, layer_columns(record, wanted, num_experts, top_k)])
+        parts.append(experts if is_whole else experts[:, layer_columns(record, layers, num_experts, top_k)])
     # One copy for all rows: one for each would cost more than what it copies.
     return np.concatenate(parts)
 
@@ -93,5 +93,5 @@ def layers_first(routes_NLK: np.ndarray) -> np.ndarray:
 
 def by_layer(routes_LNK: np.ndarray, layer_ids: Sequence[int], device: torch.device | None = None) -> dict[int, Tensor]:
     """Layer id -> `[N, K]` int64 on `device`."""
-    whole = torch.from_numpy(routes_LNK.astype(np.int64)).to(device, non_blocking=True)
-    return dict(zip(layer_ids, whole.unbind(0), strict=True))
+    all_layers = torch.from_numpy(routes_LNK.astype(np.int64)).to(device, non_blocking=True)
+    return dict(zip(layer_ids, all_layers.unbind(0), strict=True))

@@ -41,11 +41,11 @@ class GateProof:
         self._asked, self._answered = (torch.zeros(num_layers, dtype=torch.bool, device=device) for _ in range(2))
 
     @torch.no_grad()
-    def compare(self, layer: int, weights: Tensor, formula: Tensor, due: Tensor) -> None:
-        """Count the tokens `due` `[N]` whose weights `[N, K]` are not those of `formula`."""
+    def compare(self, layer: int, weights: Tensor, formula: Tensor, due_N: Tensor) -> None:
+        """Count the tokens `due_N` `[N]` whose weights `[N, K]` are not those of `formula`."""
         self._told = True
         close = torch.isclose(weights.float(), formula.float(), rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
-        self._wrong[layer] += (~close & due).sum()
+        self._wrong[layer] += (~close & due_N).sum()
 
     def watches(self, layer: int) -> bool:
         """True until the router of `layer` has got a gradient."""

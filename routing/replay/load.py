@@ -24,11 +24,13 @@ def expert_load(records: Iterable[RouteRecord]) -> np.ndarray:
     total: np.ndarray | None = None
     model: tuple[tuple[int, ...], int] | None = None
     for record in records:
-        own = (record.layer_ids, record.num_experts)
+        record_model = (record.layer_ids, record.num_experts)
         if model is None or total is None:
-            model, total = own, np.zeros((len(record.layer_ids), record.num_experts), dtype=np.int64)
-        if own != model:
-            raise RouteError("layers", "records of different models have no common load", got=own, expected=model)
+            model, total = record_model, np.zeros((len(record.layer_ids), record.num_experts), dtype=np.int64)
+        if record_model != model:
+            raise RouteError(
+                "layers", "records of different models have no common load", got=record_model, expected=model
+            )
         layers = len(record.layer_ids)
         ids = record.experts[record.coverage()] + np.arange(layers)[:, None] * record.num_experts
         total += np.bincount(ids.ravel(), minlength=total.size).reshape(total.shape)

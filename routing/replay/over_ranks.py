@@ -39,18 +39,20 @@ def over_ranks(
         return sums, summed(flips)
     num_layers = flips.due.shape[1]
     heard = _exchanged(_written(sums, flips), group, device)
-    counters, found = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)
+    counters, all_flips = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)
     total = torch.from_numpy(np.sum(counters, axis=0)).view(sums.shape)
     return total, summed(
         SampleFlips(
-            np.concatenate([one.keys for one in found]),
-            np.concatenate([one.due for one in found]),
-            np.concatenate([one.flipped for one in found]),
-            np.concatenate([one.lost for one in found]),
-            np.sum([one.apart for one in found], axis=0),
-            np.sum([one.ends for one in found], axis=0),
-            Disagreement(*(np.concatenate(part) for part in zip(*(one.by_token for one in found), strict=True))),
-            np.concatenate([one.fresh for one in found]),
+            np.concatenate([rank_flips.keys for rank_flips in all_flips]),
+            np.concatenate([rank_flips.due for rank_flips in all_flips]),
+            np.concatenate([rank_flips.flipped for rank_flips in all_flips]),
+            np.concatenate([rank_flips.lost for rank_flips in all_flips]),
+            np.sum([rank_flips.apart for rank_flips in all_flips], axis=0),
+            np.sum([rank_flips.ends for rank_flips in all_flips], axis=0),
+            Disagreement(
+                *(np.concatenate(part) for part in zip(*(rank_flips.by_token for rank_flips in all_flips), strict=True))
+            ),
+            np.concatenate([rank_flips.fresh for rank_flips in all_flips]),
         )
     )
 
@@ -82,16 +84,16 @@ def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarr
     apart_at, ends_at = ids_at + layers, ids_at + 3 * layers
     rows_at = ends_at + prod(SHAPE)
     tables_at = rows_at + 8 * samples
-    own = words_W[ids_at:apart_at]
-    apart = np.zeros((num_layers, 2), np.int64)
-    apart[own] = words_W[apart_at:ends_at].reshape(layers, 2)
+    layers_here = words_W[ids_at:apart_at]
+    apart_L2 = np.zeros((num_layers, 2), np.int64)
+    apart_L2[layers_here] = words_W[apart_at:ends_at].reshape(layers, 2)
     ends = words_W[ends_at:rows_at].reshape(SHAPE)
     keys, *by_token, fresh = words_W[rows_at:tables_at].reshape(8, samples)
-    whole = np.zeros((3, samples, num_layers), np.int64)
-    whole[..., own] = words_W[tables_at:].reshape(3, samples, layers)
-    due, flipped, lost = whole
-    judged = apart, ends, Disagreement(*by_token), fresh.astype(bool)
-    return words_W[3:ids_at], SampleFlips(keys, due, flipped, lost, *judged)
+    tables = np.zeros((3, samples, num_layers), np.int64)
+    tables[..., layers_here] = words_W[tables_at:].reshape(3, samples, layers)
+    due_SL, flipped, lost = tables
+    judged = apart_L2, ends, Disagreement(*by_token), fresh.astype(bool)
+    return words_W[3:ids_at], SampleFlips(keys, due_SL, flipped, lost, *judged)
 
 
 def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:

@@ -44,8 +44,8 @@ def placed_routes(
     routes_NLK = np.zeros((rows.shape[0] * rows.shape[1], len(layer_ids), top_k), dtype=np.uint16)
     for places, record in zip(by_sequence, records, strict=True):
         if record is not None:
-            wanted = layer_columns(record, layer_ids, num_experts, top_k)
-            routes_NLK[places[: record.num_rows]] = record.experts[:, wanted]
+            columns_of_layers = layer_columns(record, layer_ids, num_experts, top_k)
+            routes_NLK[places[: record.num_rows]] = record.experts[:, columns_of_layers]
     if routes_NLK.size and int(routes_NLK.max()) >= num_experts:
         raise RouteError("range", "expert id out of range", got=int(routes_NLK.max()), expected=f"0..{num_experts - 1}")
     local_NLK = torch.from_numpy(routes_NLK.astype(np.int64))
@@ -63,14 +63,14 @@ def sliced_routes(
     columns: Columns | None = None,
 ) -> dict[int, Tensor]:
     """The same, cut a second time by plain slices: what the experts must be given."""
-    found = {layer: torch.zeros(rows.shape[0] * rows.shape[1], top_k, dtype=torch.int64) for layer in layer_ids}
+    by_layer = {layer: torch.zeros(rows.shape[0] * rows.shape[1], top_k, dtype=torch.int64) for layer in layer_ids}
     for (start, _), record in zip(rows.spans, records, strict=True):
         if record is None:
             continue
         for layer, column in zip(layer_ids, layer_columns(record, layer_ids, num_experts, top_k), strict=True):
             ids = torch.from_numpy(record.experts[:, column].astype(np.int64))
-            found[layer][start : start + record.num_rows] = ids
-    return found if columns is None else {layer: columns.keep_owned(ids) for layer, ids in found.items()}
+            by_layer[layer][start : start + record.num_rows] = ids
+    return by_layer if columns is None else {layer: columns.keep_owned(ids) for layer, ids in by_layer.items()}
 
 
 def uncovered(records: Sequence[RouteRecord | None], rows: Rows) -> Tensor | None:

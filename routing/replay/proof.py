@@ -44,11 +44,11 @@ def locate(layout: AnyLayout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _locate_packed(layout: PackedLayout) -> tuple[np.ndarray, np.ndarray]:
-    own = np.asarray(layout.places) // layout.cp_size
-    sequence = np.repeat(np.arange(layout.batch), own)
-    column = np.arange(len(sequence)) - np.repeat(np.cumsum(own) - own, own)
+    local_lengths = np.asarray(layout.places) // layout.cp_size
+    sequence = np.repeat(np.arange(layout.batch), local_lengths)
+    column = np.arange(len(sequence)) - np.repeat(np.cumsum(local_lengths) - local_lengths, local_lengths)
     if layout.cp_size > 1:
-        half = (own // 2)[sequence]
+        half = (local_lengths // 2)[sequence]
         mirrored = 2 * layout.cp_size - 1 - layout.cp_rank
         column = np.where(column < half, layout.cp_rank * half + column, (mirrored - 1) * half + column)
     shard = len(sequence) // layout.sp_size
@@ -61,11 +61,11 @@ def sample_of_tokens(layout: AnyLayout) -> Tensor | None:
     return torch.from_numpy(locate(layout)[0]) if isinstance(layout, PackedLayout) else None
 
 
-def due_by_sample(due: Tensor, layout: AnyLayout) -> Tensor:
-    """`[B]`: how many local tokens of each sequence `due` `[N]` has."""
+def due_by_sample(due_N: Tensor, layout: AnyLayout) -> Tensor:
+    """`[B]`: how many local tokens of each sequence `due_N` `[N]` has."""
     if not isinstance(layout, PackedLayout):
-        return torch.from_numpy(due.numpy().reshape(-1, layout.batch).sum(0))
-    return torch.from_numpy(np.bincount(locate(layout)[0][due.numpy()], minlength=layout.batch))
+        return torch.from_numpy(due_N.numpy().reshape(-1, layout.batch).sum(0))
+    return torch.from_numpy(np.bincount(locate(layout)[0][due_N.numpy()], minlength=layout.batch))
 
 
 def due_tokens(lengths: Sequence[int], layout: AnyLayout) -> Tensor:
@@ -107,15 +107,15 @@ def second_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) ->
 def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:
     """`[N]` bool: the boolean map `[N, E]` selects exactly the ids `[N, K]` of its row, no more and no fewer."""
     # Bytes summed as int16 are several times faster on a CPU than booleans summed as int64.
-    chosen = routing_map.bool().view(torch.uint8).sum(1, dtype=torch.int16)
-    return routing_map.gather(1, experts).all(1) & (chosen == experts.shape[1])
+    num_chosen = routing_map.bool().view(torch.uint8).sum(1, dtype=torch.int16)
+    return routing_map.gather(1, experts).all(1) & (num_chosen == experts.shape[1])
 
 
-def shared(left: Tensor, right: Tensor) -> Tensor:
+def shared(a_NK: Tensor, right: Tensor) -> Tensor:
     """`[N]` int16: how many ids two rows of distinct ids `[N, K]` have in common."""
     # Ids below 2^16 stay distinct in int16; the long dimension comes last, where comparing and summing run at the speed
     # of memory.
-    left_KN, right_KN = (ids.t().to(torch.int16, memory_format=torch.contiguous_format) for ids in (left, right))
+    left_KN, right_KN = (ids.t().to(torch.int16, memory_format=torch.contiguous_format) for ids in (a_NK, right))
     equal_KKN = (left_KN[:, None] == right_KN).view(torch.uint8)
     return equal_KKN.sum((0, 1), dtype=torch.int16)
 

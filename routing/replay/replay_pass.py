@@ -49,11 +49,11 @@ class Counters:
 
     def take(self, beside: Tensor) -> Tensor:
         """Both parts together, on the CPU, with the columns `beside` `[layers, ...]` behind them. Reset by the call."""
-        whole = torch.cat((self.device, beside), dim=1).cpu()
-        whole[:, : NATIVE + 1] += torch.tensor(self.host)
+        combined = torch.cat((self.device, beside), dim=1).cpu()
+        combined[:, : NATIVE + 1] += torch.tensor(self.host)
         self.device.zero_()
         self.host = [[0] * (NATIVE + 1) for _ in self.host]
-        return whole
+        return combined
 
 
 class ReplayPass:
@@ -84,7 +84,7 @@ class ReplayPass:
 
     def expect(
         self,
-        due: Tensor,
+        due_N: Tensor,
         free: Tensor | None,
         device: torch.device,
         by_sample: PassFlips | None = None,
@@ -98,11 +98,11 @@ class ReplayPass:
         """
         self._by_sample = by_sample
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
-        self._num_due = int(due.count_nonzero())
-        self._due = due.to(device, non_blocking=True)
+        self._num_due = int(due_N.count_nonzero())
+        self._due = due_N.to(device, non_blocking=True)
         if free is not None and bool(free.any()):
             self._num_free = int(free.sum())
-        live = ~due if rest_is_live else free
+        live = ~due_N if rest_is_live else free
         if live is not None and bool(live.any()):
             self._live = live[:, None].to(device, non_blocking=True)
         for layer in self.layer_ids:
@@ -250,21 +250,21 @@ def judge(
     due_L, flipped_L = by_sample.due.sum(0), by_sample.flipped.sum(0)
     rates = {layer: float(flipped_L[layer] / due_L[layer]) for layer in np.flatnonzero(due_L).tolist()}
     highest = max([float(flipped_L.sum() / max(due_L.sum(), 1)), *rates.values()])
-    found = suspects(by_sample, top_k, num_experts)
+    named_suspects = suspects(by_sample, top_k, num_experts)
     if highest > max_local_flip_rate:
         raise FlipBoundError(
             "replayed expert sets differ from the live router's own choice too often: worst rate of a layer "
             f"{highest:.3f}, max_local_flip_rate {max_local_flip_rate}; by layer {rates}",
-            found or worst(by_sample, top_k, num_experts),
+            named_suspects or worst(by_sample, top_k, num_experts),
             report,
-            alike=not found,
+            alike=not named_suspects,
             certain=certain,
         )
-    if found:
+    if named_suspects:
         raise FlipBoundError(
             "replayed expert sets of some samples differ from the live router's own choice far more often than those "
             f"of their batch ({report.local_flip_rate or 0.0:.2%} flip in all)",
-            found,
+            named_suspects,
             report,
             certain=certain,
         )

@@ -39,8 +39,8 @@ class OneOf:
         raise ValueError(f"did you mean {close[0]}?" if close else "")
 
     def __str__(self) -> str:
-        own = ("path/to/file.py:function", "package.module:function") if self.own else ()
-        return "one of " + ", ".join((*self.known, *own))
+        user_forms = ("path/to/file.py:function", "package.module:function") if self.own else ()
+        return "one of " + ", ".join((*self.known, *user_forms))
 
 
 AdvantageName = Annotated[str, OneOf(tuple(ADVANTAGES))]

@@ -109,8 +109,8 @@ class LossConfig(Section):
     @property
     def clips(self) -> dict[str, float]:
         """The parameters of the loss that have keys of their own, where these are set."""
-        given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
-        return {name: value for name, value in given.items() if value is not None}
+        clip_values = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
+        return {name: value for name, value in clip_values.items() if value is not None}
 
 
 class KlConfig(Section):

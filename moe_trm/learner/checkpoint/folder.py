@@ -68,8 +68,8 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""
-        found = [match for path in self.root.glob("step-*") if (match := _STEP.fullmatch(path.name))]
-        return sorted((int(match[1]) for match in found), reverse=True)
+        matches = [match for path in self.root.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+        return sorted((int(match[1]) for match in matches), reverse=True)
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of `step`, once complete."""

@@ -27,7 +27,7 @@ class Peers:
         length = torch.tensor([len(message)])
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self._group)
-        longest = max(1, *(int(other) for other in lengths))
+        longest = max(1, *(int(num_bytes) for num_bytes in lengths))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
         parts = [torch.empty_like(padded) for _ in range(self.size)]
@@ -38,9 +38,9 @@ class Peers:
         """True when the value is true on at least one rank."""
         if self._group is None:
             return flag
-        found = torch.tensor([flag], dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found)
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return bool(flags)
 
     def all(self, flag: bool) -> bool:
         """True when the value is true on every rank."""

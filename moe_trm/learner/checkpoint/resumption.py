@@ -190,20 +190,20 @@ class Checkpoints:
             )
 
     def _find(self, resume: str, *, restarted: bool) -> tuple[Path, Manifest] | None:
-        own = self._own() if resume == "auto" or restarted else []
-        if not own and resume not in ("auto", "never"):
+        run_steps = self._own() if resume == "auto" or restarted else []
+        if not run_steps and resume not in ("auto", "never"):
             return self._verified(Path(resume))
-        for path in own:
+        for path in run_steps:
             try:
                 return self._verified(path)
             except CheckpointError as error:
                 if self._peers.rank == 0:
                     log.warning("checkpoint skipped: %s", error)
-        if own:
+        if run_steps:
             raise CheckpointError(
                 "no checkpoint of this run can be used",
                 where=str(self._folder.root),
-                got=f"{len(own)} that are damaged or of another format, each named in a warning",
+                got=f"{len(run_steps)} that are damaged or of another format, each named in a warning",
                 expected="at least one of this format that matches its checksums",
                 fix="Set checkpoint.resume=never to begin anew (what is there is set aside), or a PATH to go on from.",
             )
@@ -222,7 +222,7 @@ class Checkpoints:
             verify(path, manifest, sorted(manifest.files)[self._peers.rank :: self._peers.size])
         except CheckpointError as found:
             error = str(found)
-        errors = [told.decode() for told in self._peers.gather(error.encode()) if told]
+        errors = [message.decode() for message in self._peers.gather(error.encode()) if message]
         if errors or manifest is None:
             raise CheckpointError(errors[0])
         return path, manifest

@@ -65,13 +65,15 @@ class BackgroundWriter:
 
     def _write_together(self, contents: Contents) -> str:
         """Write on every rank, then complete the checkpoint on the first; the same outcome everywhere."""
-        own = Written()
+        result = Written()
         try:
-            own = Written(self._write(contents))
+            result = Written(self._write(contents))
         except (OSError, SafetensorError) as error:
-            own = Written(error=f"rank {self._peers.rank}: {error}")
-        everyone = [msgspec.json.decode(told, type=Written) for told in self._peers.gather(msgspec.json.encode(own))]
-        failure = next((told.error for told in everyone if told.error), "")
+            result = Written(error=f"rank {self._peers.rank}: {error}")
+        everyone = [
+            msgspec.json.decode(message, type=Written) for message in self._peers.gather(msgspec.json.encode(result))
+        ]
+        failure = next((message.error for message in everyone if message.error), "")
         if self._peers.rank == 0:
             try:
                 if failure:
@@ -95,6 +97,6 @@ class BackgroundWriter:
         return {name: entry_of(folder / name) for name in writers}
 
     def _complete(self, contents: Contents, everyone: Sequence[Written]) -> None:
-        files = {name: entry for told in everyone for name, entry in told.files.items()}
+        files = {name: entry for result in everyone for name, entry in result.files.items()}
         self._folder.commit(contents.step, files, contents.config)
         self._folder.keep_last(self._keep)

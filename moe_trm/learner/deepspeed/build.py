@@ -53,8 +53,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    wanted = wanted_adapters(config.learner, config.seed, hf, checkpoint)
-    check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
+    adapter_settings = wanted_adapters(config.learner, config.seed, hf, checkpoint)
+    check_groups(config.optimizer, checkpoint.names if adapter_settings is None else adapter_settings.factor_names)
     device, packed = _start_process_group(), config.batch.layout == "packed"
     partitioned = config.learner.deepspeed.zero_stage == 3
     # Of other families only transformers knows which tensors are lacking.
@@ -62,7 +62,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     recompute = config.learner.recompute == "full"
     policy = load_policy(checkpoint, config.learner.dtype, recompute=recompute, packed=packed, empty=by_parts)
     freeze(policy.causal, config.learner)
-    adapters = DeepSpeedAdapters() if wanted is None else add_adapters(policy.causal, wanted)
+    adapters = DeepSpeedAdapters() if adapter_settings is None else add_adapters(policy.causal, adapter_settings)
     adam = adamw(policy.causal, config.optimizer, adapters.factors)
     settings = zero_config(config.learner, config.optimizer)
     engine = _initialize(policy, adam, settings, device, checkpoint if by_parts else None)
@@ -73,8 +73,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         )
     adapters.merge_in_passes()
     identity = None
-    if wanted is not None:
-        identity = Identity(base_checksum(base_parts(policy.causal), device), wanted.lora)
+    if adapter_settings is not None:
+        identity = Identity(base_checksum(base_parts(policy.causal), device), adapter_settings.lora)
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     alignment = alignment_of(config.optimizer.alignment_limit)
     optimizer = DeepSpeedGuardedOptimizer(
@@ -92,7 +92,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
             [policy],
             inputs_first=find_family(hf) is GPT_OSS,
             computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
-            trained_only=wanted is not None,
+            trained_only=adapter_settings is not None,
         ),
         DeepSpeedState(policy.causal, engine, optimizer, identity),
         temperature=config.rollout.temperature,

@@ -63,13 +63,13 @@ class DeepSpeedAdapters:
         module.add_module(f"lora_{place.leaf}", adapter)
         for owner, modules in place.factors():
             for kind, factor in (("A", A), ("B", B)):
-                self.factors[f"{owner}.{kind}"] = tuple(factor_name(each, factor) for each in modules)
+                self.factors[f"{owner}.{kind}"] = tuple(factor_name(module_name, factor) for module_name in modules)
         self._adapters[place.name] = (module, place.leaf, adapter)
 
     def of(self, name: str) -> Adapter | None:
         """The adapter of the parameter `name`."""
-        found = self._adapters.get(name)
-        return None if found is None else found[2]
+        entry = self._adapters.get(name)
+        return None if entry is None else entry[2]
 
     def merge_in_passes(self) -> None:
         """Let every forward from now on compute with merged weights.
@@ -79,26 +79,26 @@ class DeepSpeedAdapters:
         merge_in_passes(self._adapters.values())
 
 
-def add_adapters(causal: Any, wanted: WantedAdapters) -> DeepSpeedAdapters:
+def add_adapters(causal: Any, settings: WantedAdapters) -> DeepSpeedAdapters:
     """Give matrices adapters, and freeze everything else. Call it before DeepSpeed takes the model.
 
     Raises:
         ConfigError: a matrix that has no adapter here.
     """
-    found, known = DeepSpeedAdapters(), dict(causal.named_parameters())
-    for parameter in known.values():
+    adapters, parameters = DeepSpeedAdapters(), dict(causal.named_parameters())
+    for parameter in parameters.values():
         parameter.requires_grad_(False)
-    for place in places(causal, wanted.modules):
-        base = known[place.name]
+    for place in places(causal, settings.modules):
+        base = parameters[place.name]
         shape = (*base.shape[:-2], base.shape[-2] // len(place.matrices), base.shape[-1])
         parts = [
-            shape if modules is None else _factors(modules, shape, base, wanted.start) for modules in place.matrices
+            shape if modules is None else _factors(modules, shape, base, settings.start) for modules in place.matrices
         ]
-        found.add(place, causal.get_submodule(place.owner), Adapter(parts, wanted.lora.scale, _rows_together))
+        adapters.add(place, causal.get_submodule(place.owner), Adapter(parts, settings.lora.scale, _rows_together))
     # ZeRO-3 takes a block of experts as one, and gathers it for the backward pass by the gradients of its inputs. Below
     # the first adapter there would be none.
     causal.enable_input_require_grads()
-    return found
+    return adapters
 
 
 def places(causal: Any, modules: frozenset[str]) -> list[FactorPlace]:
@@ -107,21 +107,21 @@ def places(causal: Any, modules: frozenset[str]) -> list[FactorPlace]:
     Raises:
         ConfigError: experts of which only some would have adapters, or a form that has none.
     """
-    found: list[FactorPlace] = []
+    factor_places: list[FactorPlace] = []
     covered: set[str] = set()
     for name, parameter in causal.named_parameters():
         matrices = matrices_of(causal, name, parameter)
-        chosen = [[each in modules for each in group] for group in matrices]
-        if any(any(group) != all(group) for group in chosen):
+        selection = [[module_name in modules for module_name in group] for group in matrices]
+        if any(any(group) != all(group) for group in selection):
             raise _refused(name, "adapters of some experts of a layer, whose matrices are in one tensor here")
-        if any(any(group) for group in chosen):
+        if any(any(group) for group in selection):
             owner, _, leaf = name.rpartition(".")
-            kept = tuple(group if any(on) else None for group, on in zip(matrices, chosen, strict=True))
-            found.append(FactorPlace(owner, leaf, kept))
+            kept = tuple(group if any(on) else None for group, on in zip(matrices, selection, strict=True))
+            factor_places.append(FactorPlace(owner, leaf, kept))
             covered |= {module for group in kept if group is not None for module in group}
     if missing := modules - covered:
         raise _refused(min(missing), "a matrix that transformers holds in a form without adapters")
-    return found
+    return factor_places
 
 
 def canonical(place: FactorPlace, factor: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -133,8 +133,8 @@ def canonical(place: FactorPlace, factor: str, values: Tensor) -> Iterator[tuple
 
 
 def _factors(modules: tuple[str, ...], shape: tuple[int, ...], base: Tensor, start: AdapterStart) -> Factors:
-    both = [start.factors(module, *shape[-2:]) for module in modules]
-    a, b = (torch.stack(each) if len(shape) == 3 else each[0] for each in zip(*both, strict=True))
+    pairs = [start.factors(module, *shape[-2:]) for module in modules]
+    a, b = (torch.stack(factors) if len(shape) == 3 else factors[0] for factors in zip(*pairs, strict=True))
     return Factors(a.to(base, copy=True), b.to(base, copy=True))
 
 

@@ -125,9 +125,12 @@ class DeepSpeedGuardedOptimizer(Steps):
             zero.norm_for_param_grads[number] = gradient.norm()
 
 
-def _inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+def _inner(vectors: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """Inner product over the ranks, each of which has another share."""
-    sums = [torch.dot(one.flatten(), other.flatten()).double() for one, other in zip(left, right, strict=True)]
+    sums = [
+        torch.dot(vector.flatten(), other_vector.flatten()).double()
+        for vector, other_vector in zip(vectors, right, strict=True)
+    ]
     product = torch.stack(sums).sum()
     dist.all_reduce(product)
     return float(product)

@@ -106,8 +106,8 @@ def _by_sequence(
     tokens_P, places_T = (index.to(hidden_states.device) for index in (tokens_P, places_T))
     sizes = [rows * columns for rows, columns in shapes]
     parts = hidden_states[0].index_select(0, tokens_P).split_with_sizes(sizes)
-    found = [
+    outputs = [
         forward(hidden_states=part.view(*shape, -1), **options).flatten(0, 1)
         for part, shape in zip(parts, shapes, strict=True)
     ]
-    return torch.cat(found).index_select(0, places_T)[None]
+    return torch.cat(outputs).index_select(0, places_T)[None]

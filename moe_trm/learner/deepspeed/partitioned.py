@@ -47,29 +47,29 @@ def partition(policy: nn.Module, causal: Any, checkpoint: HfCheckpoint, settings
 
 def parameters(causal: Any) -> dict[str, nn.Parameter]:
     """Those of the checkpoint, without factors of adapters."""
-    return {name: one for name, one in causal.named_parameters() if not is_factor(name)}
+    return {name: parameter for name, parameter in causal.named_parameters() if not is_factor(name)}
 
 
 @torch.no_grad()
-def read_into(whole: Tensor, causal: Any, name: str, checkpoint: HfCheckpoint) -> None:
-    """Read the values of the parameter `name` into `whole`, one tensor of the checkpoint at a time."""
-    for hf_name, part in parts(causal, name, whole):
+def read_into(tensor: Tensor, causal: Any, name: str, checkpoint: HfCheckpoint) -> None:
+    """Read the values of the parameter `name` into `tensor`, one tensor of the checkpoint at a time."""
+    for hf_name, part in parts(causal, name, tensor):
         part.copy_(checkpoint.read(hf_name))
 
 
-def parts(causal: Any, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the checkpoint in the parameter `name`, and their places in `whole`."""
-    matrices = matrices_of(causal, name, whole) if whole.dim() == 3 else ()
+def parts(causal: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the checkpoint in the parameter `name`, and their places in `tensor`."""
+    matrices = matrices_of(causal, name, tensor) if tensor.dim() == 3 else ()
     if not matrices:
-        (hf_name,) = checkpoint_form(causal, name, torch.zeros((1,) * whole.dim()))
-        yield hf_name, whole
-    for rows, modules in zip(whole.chunk(len(matrices), 1) if matrices else (), matrices, strict=True):
+        (hf_name,) = checkpoint_form(causal, name, torch.zeros((1,) * tensor.dim()))
+        yield hf_name, tensor
+    for rows, modules in zip(tensor.chunk(len(matrices), 1) if matrices else (), matrices, strict=True):
         yield from ((f"{module}.weight", rows[expert]) for expert, module in enumerate(modules))
 
 
 def check_shapes(causal: Any, checkpoint: HfCheckpoint) -> None:
     """Raise `CheckpointError` where a tensor of the checkpoint is missing, or has not the shape of its place."""
-    places = (place for name, one in parameters(causal).items() for place in parts(causal, name, one))
+    places = (place for name, parameter in parameters(causal).items() for place in parts(causal, name, parameter))
     for hf_name, part in places:
         if checkpoint.shape(hf_name) != tuple(part.shape):
             raise CheckpointError(

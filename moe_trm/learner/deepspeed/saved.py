@@ -57,10 +57,10 @@ class SavedModel:
         Raises:
             CheckpointError: a parameter that this model does not have, one of another shape, or a missing part.
         """
-        known = dict(self._causal.named_parameters())
+        parameters = dict(self._causal.named_parameters())
         for saved in reader.names(WEIGHT):
             name = saved.removeprefix(WEIGHT)
-            if name not in known:
+            if name not in parameters:
                 raise CheckpointError(
                     "the checkpoint holds a parameter that the model does not have",
                     where=name,
@@ -68,4 +68,4 @@ class SavedModel:
                     expected="a parameter of the model that config.json describes",
                     fix="Give the checkpoint that this run started from with --model.",
                 )
-            yield from checkpoint_form(self._causal, name, reader.read(saved, known[name].shape)).items()
+            yield from checkpoint_form(self._causal, name, reader.read(saved, parameters[name].shape)).items()

@@ -115,12 +115,12 @@ class DeepSpeedState:
         """See `snapshots.Weights`. Weights that every rank holds are saved by the first."""
         pieces = []
         for name, parameter, _ in self._fragments():
-            own, shape = own_partition(parameter), _shape(parameter)
-            start = 0 if own is parameter else own.numel() * dist.get_rank()
-            if own is not parameter or dist.get_rank() == 0:
+            partition, shape = own_partition(parameter), _shape(parameter)
+            start = 0 if partition is parameter else partition.numel() * dist.get_rank()
+            if partition is not parameter or dist.get_rank() == 0:
                 place = Place(f"{kind}/{name}", shape, (0,) * len(shape), shape, start)
                 # The last rank's partition ends in padding.
-                pieces.append(Piece(place, to_host(own)[: max(0, math.prod(shape) - start)]))
+                pieces.append(Piece(place, to_host(partition)[: max(0, math.prod(shape) - start)]))
         return pieces
 
     @torch.no_grad()
@@ -166,22 +166,22 @@ class DeepSpeedState:
 def base_parts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters as `base_checksum` takes them: each element of the model on one rank."""
     for name, parameter in model.named_parameters():
-        own = own_partition(parameter)
-        if not is_factor(name) and (own is not parameter or dist.get_rank() == 0):
+        partition = own_partition(parameter)
+        if not is_factor(name) and (partition is not parameter or dist.get_rank() == 0):
             # The last rank's partition ends in padding.
-            start = 0 if own is parameter else own.numel() * dist.get_rank()
-            yield name, own.flatten()[: max(0, math.prod(_shape(parameter)) - start)]
+            start = 0 if partition is parameter else partition.numel() * dist.get_rank()
+            yield name, partition.flatten()[: max(0, math.prod(_shape(parameter)) - start)]
 
 
 def _set_weight(parameter: Any, weight: Tensor) -> None:
     """Give this rank's part of the model's parameter its share of the whole flattened `weight`."""
-    own = own_partition(parameter)
-    if own is parameter:
+    partition = own_partition(parameter)
+    if partition is parameter:
         parameter.copy_(weight.view(parameter.shape))
         return
-    first = own.numel() * dist.get_rank()
-    share = weight[first : first + own.numel()]
-    own.copy_(F.pad(share, (0, own.numel() - share.numel())))
+    first = partition.numel() * dist.get_rank()
+    share = weight[first : first + partition.numel()]
+    partition.copy_(F.pad(share, (0, partition.numel() - share.numel())))
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -44,16 +44,16 @@ def owned_tensors(causal: Any, adapters: Merging, *, partitioned: bool) -> Itera
         parameters = [tensor, *(adapter.parameters() if adapter is not None else ())]
         with zero.GatheredParameters(parameters, enabled=partitioned and isinstance(tensor, nn.Parameter)):
             if owner == rank:
-                whole = tensor if adapter is None else adapter.value(tensor)
-                yield from checkpoint_form(causal, name, whole).items()
+                value = tensor if adapter is None else adapter.value(tensor)
+                yield from checkpoint_form(causal, name, value).items()
 
 
 def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Tensors of the checkpoint in the model's whole `tensor` called `name`; transformers fuses a layer's experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})
-    return found
+    tensors: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})
+    return tensors
 
 
 def matrices_of(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
@@ -72,12 +72,12 @@ def matrices_of(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, .
     form = checkpoint_form(causal, name, numbers)
     if len(form) not in (experts, experts * _MOST):
         return ()  # one tensor in the checkpoint, too
-    each = len(form) // experts
-    grid = [[""] * experts for _ in range(each)]
+    per_expert = len(form) // experts
+    grid = [[""] * experts for _ in range(per_expert)]
     for hf_name, values in form.items():
         expert, matrix = divmod(int(values.flatten()[0]), _MOST)
         grid[matrix][expert] = hf_name.removesuffix(".weight")
-    assert all(all(row) for row in grid), f"{name} is not made of {each} matrices of each expert"
+    assert all(all(row) for row in grid), f"{name} is not made of {per_expert} matrices of each expert"
     return tuple(tuple(row) for row in grid)
 
 

@@ -38,11 +38,11 @@ def factor_name(module: str, factor: str) -> str:
 class AdapterStart:
     """Factors to start from, in float32 on the CPU, the same on every layout.
 
-    A is uniform within 1 / sqrt(I), as in peft, and B is zero; or both are `given`, by `factor_name`.
+    A is uniform within 1 / sqrt(I), as in peft, and B is zero; or both are `start`, by `factor_name`.
     """
 
-    def __init__(self, rank: int, seed: int, given: Mapping[str, Tensor] | None = None) -> None:
-        self._rank, self._seed, self._given = rank, seed, given
+    def __init__(self, rank: int, seed: int, start: Mapping[str, Tensor] | None = None) -> None:
+        self._rank, self._seed, self._given = rank, seed, start
 
     def factors(self, module: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """A `[R, I]` and B `[O, R]` of the matrix of `module`."""
@@ -105,9 +105,9 @@ class Adapter(nn.Module):
         return self._merge(base.detach(), [cast(Factors, part).product() for part in self.parts])
 
     def _merge(self, base: Tensor, products: Sequence[Tensor]) -> Tensor:
-        own, precise = iter(products), torch.promote_types(base.dtype, torch.float32)
+        remaining, precise = iter(products), torch.promote_types(base.dtype, torch.float32)
         changes = [
-            next(own) if shape is None else torch.zeros(shape, dtype=precise, device=base.device)
+            next(remaining) if shape is None else torch.zeros(shape, dtype=precise, device=base.device)
             for shape in self._shapes
         ]
         return merged(base, self._pack(changes), self._scale)

@@ -29,9 +29,9 @@ def base_checksum(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -
         bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
         weight = int.from_bytes(hashlib.sha256(name.encode()).digest()[:5], "big") | 1
         total = (total + int(bits) * weight) % _MODULUS
-    whole = torch.tensor(total, dtype=torch.int64, device=device)
-    dist.all_reduce(whole)
-    return int(whole) % _MODULUS
+    total_sum = torch.tensor(total, dtype=torch.int64, device=device)
+    dist.all_reduce(total_sum)
+    return int(total_sum) % _MODULUS
 
 
 class Identity:

@@ -70,8 +70,8 @@ def write_adapter(
 
 def target_modules(modules: Collection[str], matrices: Collection[str]) -> list[str]:
     """peft's `target_modules`: the last parts of names where they mean these modules alone, else whole names."""
-    others = {name.rpartition(".")[2] for name in set(matrices) - set(modules)}
-    return sorted({leaf if (leaf := name.rpartition(".")[2]) not in others else name for name in modules})
+    unadapted = {name.rpartition(".")[2] for name in set(matrices) - set(modules)}
+    return sorted({leaf if (leaf := name.rpartition(".")[2]) not in unadapted else name for name in modules})
 
 
 def read_adapter(
@@ -86,7 +86,7 @@ def read_adapter(
     path = Path(folder) / WEIGHTS
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = {str(name).removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {str(name).removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             "adapter has no weights that can be read",
@@ -95,19 +95,20 @@ def read_adapter(
             expected="peft's safetensors",
             fix="Save it with peft's save_pretrained, or copy it again.",
         ) from error
-    wanted = {factor_name(module, factor) for module in modules for factor in (A, B)}
-    if found.keys() != wanted:
+    expected_names = {factor_name(module, factor) for module in modules for factor in (A, B)}
+    if tensors.keys() != expected_names:
         raise CheckpointError(
             "adapter changes other matrices than this run",
             where=str(path),
-            got=f"missing {sorted(wanted - found.keys())[:3]}, more {sorted(found.keys() - wanted)[:3]}",
+            got=f"missing {sorted(expected_names - tensors.keys())[:3]}, "
+            f"more {sorted(tensors.keys() - expected_names)[:3]}",
             expected="both factors of each matrix of learner.lora.targets",
             fix="Set learner.lora.targets to those of the adapter.",
         )
     for module in modules:
         outputs, inputs = checkpoint.shape(f"{module}.weight")
         for factor, shape in ((A, (lora.rank, inputs)), (B, (outputs, lora.rank))):
-            tensor = found[factor_name(module, factor)]
+            tensor = tensors[factor_name(module, factor)]
             if tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor).all()):
                 raise CheckpointError(
                     "adapter does not fit the model",
@@ -116,7 +117,7 @@ def read_adapter(
                     expected=f"{list(shape)}, finite",
                     fix="Use the adapter of this checkpoint, or set learner.lora.adapter=null.",
                 )
-    return found
+    return tensors
 
 
 def _check_config(folder: Path, lora: LoraConfig) -> None:

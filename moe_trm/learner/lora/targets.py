@@ -75,7 +75,7 @@ def adapted_modules(tensors: Collection[str], lora: LoraConfig, hf: Mapping[str,
     Raises `ConfigError` for a target that no matrix of a decoder layer has.
     """
     modules = matrix_modules(tensors, hf)
-    found: set[str] = set()
+    adapted: set[str] = set()
     for target in lora.targets:
         matching = {module for module in modules if _matches(module, target)}
         if not matching:
@@ -86,8 +86,8 @@ def adapted_modules(tensors: Collection[str], lora: LoraConfig, hf: Mapping[str,
                 expected=f"{', '.join(KINDS)}, or a module such as {min(modules, default='none')}",
                 fix=_reason(tensors, target, hf),
             )
-        found |= matching
-    return frozenset(found)
+        adapted |= matching
+    return frozenset(adapted)
 
 
 def matrix_modules(tensors: Collection[str], hf: Mapping[str, Any]) -> frozenset[str]:

@@ -40,5 +40,5 @@ def wanted_adapters(
     if not lora.rank:
         return None
     modules = adapted_modules(modules_of(hf, checkpoint.names), lora, hf)
-    given = None if lora.adapter is None else read_adapter(lora.adapter, lora, modules, checkpoint)
-    return WantedAdapters(modules, lora, AdapterStart(lora.rank, seed, given))
+    start = None if lora.adapter is None else read_adapter(lora.adapter, lora, modules, checkpoint)
+    return WantedAdapters(modules, lora, AdapterStart(lora.rank, seed, start))

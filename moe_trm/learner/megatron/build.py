@@ -54,8 +54,8 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    wanted = wanted_adapters(config.learner, config.seed, hf, checkpoint)
-    check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
+    adapter_settings = wanted_adapters(config.learner, config.seed, hf, checkpoint)
+    check_groups(config.optimizer, checkpoint.names if adapter_settings is None else adapter_settings.factor_names)
     layers, packed = layers_here(config.learner, hf), config.batch.layout == "packed"
     if packed:
         check_packed(layers, hf)
@@ -69,9 +69,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     freeze(chunks, config.learner)
     leave_untrained(chunks, hf)
     adapters, identity = MegatronAdapters(), None
-    if wanted is not None:
-        adapters = add_adapters(chunks, hf, wanted)
-        identity = Identity(base_checksum(base_parts(chunks, hf), device), wanted.lora)
+    if adapter_settings is not None:
+        adapters = add_adapters(chunks, hf, adapter_settings)
+        identity = Identity(base_checksum(base_parts(chunks, hf), device), adapter_settings.lora)
     # A single rank would copy its gradients and weights without sharing them. On a CPU all state is on the host.
     is_alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
     is_offloaded = config.learner.offload_optimizer and device.type == "cuda"
@@ -109,7 +109,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         temperature=config.rollout.temperature,
         device=device,
         computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
-        frozen_base=wanted is not None,
+        frozen_base=adapter_settings is not None,
         noise=_layer_noise(chunks, config.learner.layer_noise, config.seed, device),
     )
 

@@ -88,9 +88,9 @@ class Names:
         if in_layer := _LAYER.fullmatch(name):
             prefix, layer, rest = f"model.layers.{in_layer[1]}.", self._layer(int(in_layer[1])), in_layer[2]
             expert = _EXPERT.fullmatch(rest)
-            found = layer.tensors.get(rest) if expert is None else layer.expert(int(expert[1])).get(expert[2])
-            if found is not None:
-                return replace(found, hf_names=tuple(prefix + hf_name for hf_name in found.hf_names))
+            layer_link = layer.tensors.get(rest) if expert is None else layer.expert(int(expert[1])).get(expert[2])
+            if layer_link is not None:
+                return replace(layer_link, hf_names=tuple(prefix + hf_name for hf_name in layer_link.hf_names))
         raise CheckpointError(
             "Megatron parameter has no Hugging Face counterpart",
             where=name,
@@ -154,7 +154,7 @@ def part(name: str, tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
 def join(name: str, parts: Sequence[Tensor], dim: int) -> Tensor:
     """The whole Megatron parameter `name` from the parts of all ranks; the exact inverse of `part`."""
     if is_gated(name):
-        gates, ups = zip(*(one.chunk(2) for one in parts), strict=True)
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*gates, *ups])
     return torch.cat(list(parts), dim)
 

@@ -97,14 +97,18 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         lengths = parameters.lengths if is_plain else parameters.cu_seqlens_q.diff().tolist()
         if group.size() == 1:
             return attend_within(query, key, value, lengths, self.kind()).flatten(1)
-        own = [length // group.size() for length in lengths]
+        local_lengths = [length // group.size() for length in lengths]
         key, value = (
             _Gathered.apply(x, group).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
             for x in (key, value)
         )
         key, value = for_all_heads(query.shape[1], key, value)
         kind, contexts = self.kind(), []
-        cuts = (torch.split(query, own), torch.split(key, own, 1), torch.split(value, own, 1))
+        cuts = (
+            torch.split(query, local_lengths),
+            torch.split(key, local_lengths, 1),
+            torch.split(value, local_lengths, 1),
+        )
         for length, query_CND, key_RCND, value_RCND in zip(lengths, *cuts, strict=True):
             key_SND, value_SND = key_RCND.flatten(0, 1), value_RCND.flatten(0, 1)
             before_CS = _columns_before(length, group)

@@ -66,5 +66,5 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 def _products(inputs_PI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
     """Each place times the matrix `[O, I]` of its expert, `[P, O]`. An expert without places gets zeros as gradient."""
     return torch.cat(
-        [F.linear(own, weight) for own, weight in zip(inputs_PI.split_with_sizes([*counts]), weights, strict=True)]
+        [F.linear(rows, weight) for rows, weight in zip(inputs_PI.split_with_sizes([*counts]), weights, strict=True)]
     )

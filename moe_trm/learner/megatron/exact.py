@@ -53,7 +53,7 @@ class FixedAttention(CausalAttention):
 
     def rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
-        rows = (each.transpose(0, 1) for each in (query, key, value))
+        rows = (tensor.transpose(0, 1) for tensor in (query, key, value))
         places = torch.arange(len(query))
         hidden_BCC = (places > places[:, None]).expand(query.shape[1], -1, -1)
         return _fixed_order().attend(*rows, hidden_BCC, self.scale).transpose(0, 1).flatten(2)  # type: ignore[no-any-return]
@@ -61,5 +61,5 @@ class FixedAttention(CausalAttention):
     def packed(self, query: Tensor, key: Tensor, value: Tensor, parameters: Any) -> Tensor:
         """`query` `[C, N, D]`, `key` and `value` `[C, G, D]` of a pack -> `[C, N * D]`. Each sequence by itself."""
         assert isinstance(parameters, PlainPack)
-        parts = (each.unsqueeze(1).split_with_sizes(list(parameters.lengths)) for each in (query, key, value))
+        parts = (tensor.unsqueeze(1).split_with_sizes(list(parameters.lengths)) for tensor in (query, key, value))
         return torch.cat([self.rows(*part) for part in zip(*parts, strict=True)]).squeeze(1)

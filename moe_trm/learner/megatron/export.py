@@ -47,13 +47,14 @@ class OwnedTensors:
         names, tied = convert.Names(hf), bool(hf.get("tie_word_embeddings", False))
         owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
         owns_shared = int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
-        found = [_Owned(name, held, names.link(name), tensor_group(name)) for name, held in global_tensors(chunks)]
+        candidates = [_Owned(name, held, names.link(name), tensor_group(name)) for name, held in global_tensors(chunks)]
         self._owned = [
-            one
-            for one in found
-            if not (tied and one.name == OUTPUT) and (owns_experts if convert.is_expert(one.name) else owns_shared)
+            candidate
+            for candidate in candidates
+            if not (tied and candidate.name == OUTPUT)
+            and (owns_experts if convert.is_expert(candidate.name) else owns_shared)
         ]
-        self._is_cut = any(_holders(one).size() > 1 for one in found)
+        self._is_cut = any(_holders(candidate).size() > 1 for candidate in candidates)
         self._shape, self._vocabulary, self._num_experts = convert.heads(hf), int(hf["vocab_size"]), num_experts(hf)
         self._value = value
 
@@ -64,20 +65,20 @@ class OwnedTensors:
 
     def _parts(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Name and tensor, and whether it is only one expert's row of the tensor of that name."""
-        for one in self._owned:
-            whole = _whole(one, self._value(one.tensor))
-            if one.group.rank() > 0:
+        for tensor_place in self._owned:
+            full_tensor = _whole(tensor_place, self._value(tensor_place.tensor))
+            if tensor_place.group.rank() > 0:
                 continue
-            if one.name in (EMBEDDING, OUTPUT):
-                whole = whole[: self._vocabulary]
-            tensors = convert.unpack(one.link.packing, whole, self._shape)
-            for hf_name, tensor in zip(one.link.hf_names, tensors, strict=True):
-                yield hf_name, tensor, one.link.row is not None
+            if tensor_place.name in (EMBEDDING, OUTPUT):
+                full_tensor = full_tensor[: self._vocabulary]
+            tensors = convert.unpack(tensor_place.link.packing, full_tensor, self._shape)
+            for hf_name, tensor in zip(tensor_place.link.hf_names, tensors, strict=True):
+                yield hf_name, tensor, tensor_place.link.row is not None
 
 
-def _holders(one: _Owned) -> dist.ProcessGroup:
+def _holders(owned: _Owned) -> dist.ProcessGroup:
     """Ranks that together hold the Hugging Face tensors of a parameter."""
-    return one.group if one.link.row is None else parallel_state.get_expert_model_parallel_group()
+    return owned.group if owned.link.row is None else parallel_state.get_expert_model_parallel_group()
 
 
 def _rows_together(tensors: Iterator[tuple[str, Tensor, bool]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
@@ -98,19 +99,19 @@ def _rows_together(tensors: Iterator[tuple[str, Tensor, bool]], num_experts: int
                 yield name, torch.cat(parts)
 
 
-def _whole(one: _Owned, own: Tensor) -> Tensor:
+def _whole(owned: _Owned, local: Tensor) -> Tensor:
     """The parameter with the parts of all ranks that share it."""
-    dim = convert.split_dim(one.name) if one.group.size() > 1 else None
+    dim = convert.split_dim(owned.name) if owned.group.size() > 1 else None
     if dim is None:
-        return own
-    parts = _gathered(own, one.group)
-    return own if parts is None else convert.join(one.name, parts, dim)
+        return local
+    parts = _gathered(local, owned.group)
+    return local if parts is None else convert.join(owned.name, parts, dim)
 
 
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
+def _gathered(local: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
     """The tensors of all ranks of `group` in host memory, on the first of them; None on the others."""
     if group.size() == 1:
-        return [own]
-    parts = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(own.contiguous(), parts, group=group, group_dst=0)
+        return [local]
+    parts = [torch.empty_like(local) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(local.contiguous(), parts, group=group, group_dst=0)
     return None if parts is None else [part.cpu() for part in parts]

@@ -84,7 +84,7 @@ def _check_model(
             "this model has not been made to compute alike in both engines",
             where="config key exact",
             got=f"true with {family.architecture}",
-            expected=" or ".join(sorted(each.architecture for each in FAMILIES.values() if each.exact)),
+            expected=" or ".join(sorted(candidate.architecture for candidate in FAMILIES.values() if candidate.exact)),
             fix="Set exact=false. rollout.server.dtype=float32 leaves the least rounding on a CPU.",
         )
     if family.whole_qk_norms and parallel.tensor > 1:

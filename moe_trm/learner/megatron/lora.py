@@ -76,20 +76,20 @@ class MegatronAdapters:
 
     def merged(self, parameter: Tensor) -> Tensor:
         """The parameter as passes have it, without a gradient."""
-        found = self._adapters.get(parameter)
-        return (parameter if found is None else found[2].value(parameter)).detach()
+        entry = self._adapters.get(parameter)
+        return (parameter if entry is None else entry[2].value(parameter)).detach()
 
     def merge_in_passes(self) -> None:
         """Let every forward from now on compute with merged weights. Call it when all other hooks are there."""
         merge_in_passes(self._adapters.values())
 
 
-def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: WantedAdapters) -> MegatronAdapters:
+def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], settings: WantedAdapters) -> MegatronAdapters:
     """Give matrices adapters, and freeze everything else, once the weights are loaded and before `wrap_model`.
 
     Raises `ConfigError` for a matrix that Megatron-Core's layers hold in a form that has no adapters.
     """
-    found = MegatronAdapters()
+    adapters = MegatronAdapters()
     owners = {
         parameter: (module, name)
         for chunk in chunks
@@ -99,17 +99,17 @@ def add_adapters(chunks: Sequence[PolicyModel], hf: Mapping[str, Any], wanted: W
     for name, parameter in list(global_parameters(chunks)):
         parameter.requires_grad_(False)
         link = chunks[0].names.link(name)
-        if any(_module(hf_name) in wanted.modules for hf_name in link.hf_names):
-            adapter, factors = _adapter(name, parameter, link, hf, wanted)
-            found.add(parameter, *owners[parameter], adapter, factors)
+        if any(_module(hf_name) in settings.modules for hf_name in link.hf_names):
+            adapter, factors = _adapter(name, parameter, link, hf, settings)
+            adapters.add(parameter, *owners[parameter], adapter, factors)
     for chunk in chunks:
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_with_gradient)
-    return found
+    return adapters
 
 
 def _adapter(
-    name: str, parameter: Tensor, link: Link, hf: Mapping[str, Any], wanted: WantedAdapters
+    name: str, parameter: Tensor, link: Link, hf: Mapping[str, Any], settings: WantedAdapters
 ) -> tuple[Adapter, list[Factor]]:
     if link.row is not None or link.packing not in ("copy", "qkv", "gated"):
         raise ConfigError(
@@ -121,8 +121,8 @@ def _adapter(
         )
     dim, group = convert.split_dim(name), tensor_group(name)
     dim = dim if group.size() > 1 else None
-    whole = convert.heads(hf)
-    heads = whole if dim is None else replace(whole, groups=whole.groups // group.size())
+    all_heads = convert.heads(hf)
+    heads = all_heads if dim is None else replace(all_heads, groups=all_heads.groups // group.size())
     # A rank's rows of queries, keys and values are those of its groups, so that parts pack as the whole does.
     alike = torch.empty_like(parameter, device="meta")
     shapes = [tuple(part.shape) for part in convert.unpack(link.packing, alike, heads)]
@@ -130,22 +130,22 @@ def _adapter(
     factors: list[Factor] = []
     for hf_name, shape in zip(link.hf_names, shapes, strict=True):
         module = _module(hf_name)
-        if module not in wanted.modules:
+        if module not in settings.modules:
             parts.append(shape)
             continue
         outputs, inputs = (size * (group.size() if axis == dim else 1) for axis, size in enumerate(shape))
-        a_RI, b_OR = wanted.start.factors(module, outputs, inputs)
+        a_RI, b_OR = settings.start.factors(module, outputs, inputs)
         if dim == 0:
             b_OR = b_OR.chunk(group.size())[group.rank()]
         elif dim == 1:
             a_RI = a_RI.chunk(group.size(), 1)[group.rank()]
-        own = Factors(*(each.to(parameter, copy=True) for each in (a_RI, b_OR)))
-        parts.append(own)
-        cuts = ((A, own.A, 1 if dim == 1 else None), (B, own.B, 0 if dim == 0 else None))
+        local_factors = Factors(*(factor_start.to(parameter, copy=True) for factor_start in (a_RI, b_OR)))
+        parts.append(local_factors)
+        cuts = ((A, local_factors.A, 1 if dim == 1 else None), (B, local_factors.B, 0 if dim == 0 else None))
         for factor, values, cut in cuts:
             _mark(values, parameter, cut, is_expert=convert.is_expert(name), is_part=dim is not None)
             factors.append(Factor(factor_name(module, factor), name, values, cut))
-    return Adapter(parts, wanted.lora.scale, partial(convert.pack, link.packing, heads=heads)), factors
+    return Adapter(parts, settings.lora.scale, partial(convert.pack, link.packing, heads=heads)), factors
 
 
 def _mark(factor: Any, base: Tensor, cut: int | None, *, is_expert: bool, is_part: bool) -> None:

@@ -228,16 +228,16 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
     names = convert.Names(hf)
     shape = convert.heads(hf)
     for name, parameter in global_tensors(chunks):
-        found = names.link(EMBEDDING if tied and name == OUTPUT else name)
-        tensor = convert.pack(found.packing, _read(checkpoint, found, hf), shape)
+        link = names.link(EMBEDDING if tied and name == OUTPUT else name)
+        tensor = convert.pack(link.packing, _read(checkpoint, link, hf), shape)
         expected = whole_shape(name, parameter, hf)
         if list(tensor.shape) != expected:
             raise CheckpointError(
                 "tensor has another shape than config.json announces",
-                where=f"{checkpoint.folder}, {', '.join(found.hf_names)}",
+                where=f"{checkpoint.folder}, {', '.join(link.hf_names)}",
                 got=list(tensor.shape),
                 expected=expected,
-                fix=_shape_fix(found.hf_names[0]),
+                fix=_shape_fix(link.hf_names[0]),
             )
         dim, group = convert.split_dim(name), tensor_group(name)
         if dim is not None and group.size() > 1:
@@ -247,10 +247,10 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
         parameter.copy_(tensor)
 
 
-def _read(checkpoint: HfCheckpoint, found: Link, hf: Mapping[str, Any]) -> list[Tensor]:
-    if found.row is None:
-        return [checkpoint.read(name) for name in found.hf_names]
-    return [checkpoint.read_row(name, found.row, num_experts(hf)) for name in found.hf_names]
+def _read(checkpoint: HfCheckpoint, link: Link, hf: Mapping[str, Any]) -> list[Tensor]:
+    if link.row is None:
+        return [checkpoint.read(name) for name in link.hf_names]
+    return [checkpoint.read_row(name, link.row, num_experts(hf)) for name in link.hf_names]
 
 
 def tensor_group(name: str) -> ProcessGroup:

@@ -141,8 +141,8 @@ class MegatronGuardedOptimizer(Steps):
             return float(self.megatron.get_grad_norm())
         total = 0.0
         for part in self._parts:
-            own = _counted_gradients(part)
-            norms = torch.stack(torch._foreach_norm(own)) if own else torch.zeros(1)
+            gradients = _counted_gradients(part)
+            norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1)
             square = norms.double().square().sum()
             if (group := part.get_grad_stats_parallel_group()).size() > 1:
                 dist.all_reduce(square, group=group)
@@ -162,21 +162,21 @@ class MegatronGuardedOptimizer(Steps):
         """This rank's gradients, which the optimizer is about to use."""
         return [gradient for part in self._parts for gradient in _main_gradients(part)]
 
-    def _inner(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    def _inner(self, vectors: Sequence[Tensor], right: Sequence[Tensor]) -> float:
         """Inner product over the whole model, each parameter once. Both are in the order of `_gradients`."""
         total, start = 0.0, 0
         for part in self._parts:
-            own = _main_gradients(part)
+            gradients = _main_gradients(part)
             once = _counted_gradients(part)
             counted = {gradient.data_ptr() for gradient in once if gradient.numel()}
             sums = [
-                torch.dot(left[start + place].flatten(), right[start + place].flatten()).double()
-                for place, gradient in enumerate(own)
+                torch.dot(vectors[start + place].flatten(), right[start + place].flatten()).double()
+                for place, gradient in enumerate(gradients)
                 if gradient.numel() and gradient.data_ptr() in counted
             ]
             product = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
             dist.all_reduce(product, group=part.get_grad_stats_parallel_group())
-            total, start = total + float(product), start + len(own)
+            total, start = total + float(product), start + len(gradients)
         return total
 
     @property
@@ -209,17 +209,17 @@ def _counted_gradients(part: MegatronOptimizer) -> list[Tensor]:
 
 
 def _main_gradients(part: MegatronOptimizer) -> list[Tensor]:
-    found = [
+    gradients = [
         getattr(parameter, "decoupled_grad", None) if parameter.grad is None else parameter.grad
         for parameter in part.get_parameters()
     ]
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _options(
     settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: bool, offloaded: bool
 ) -> MegatronOptimizerConfig:
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optimizer": "adam",
         "lr": settings.lr,
         "min_lr": settings.min_lr,
@@ -239,32 +239,36 @@ def _options(
         "optimizer_offload_fraction": 1.0 if offloaded else 0.0,
         "overlap_cpu_optimizer_d2h_h2d": offloaded,
     }
-    known = {field.name for field in fields(MegatronOptimizerConfig)}
+    option_names = {field.name for field in fields(MegatronOptimizerConfig)}
     for name in settings.extra:
-        if name not in known or name in own:
+        if name not in option_names or name in options:
             raise ConfigError(
                 "this option is set by a field of its own"
-                if name in own
+                if name in options
                 else "Megatron's optimizer has no such option",
                 where="optimizer.extra",
                 got=name,
-                expected=", ".join(sorted(known - own.keys())),
+                expected=", ".join(sorted(option_names - options.keys())),
             )
-    return MegatronOptimizerConfig(**own, **settings.extra)
+    return MegatronOptimizerConfig(**options, **settings.extra)
 
 
 def _groups(chunks: Sequence[PolicyModel], factors: Sequence[Factor], settings: OptimizerConfig) -> dict[ParamKey, Any]:
     """One of Megatron's parameter groups for each combination of settings that occurs."""
-    chosen = {
+    settings_by_parameter = {
         parameter: settings_of(chunks[0].names.link(name).hf_names, is_matrix=parameter.dim() > 1, optimizer=settings)
         for name, parameter in global_parameters(chunks)
     }
-    chosen |= {factor.parameter: settings_of((factor.name,), is_matrix=True, optimizer=settings) for factor in factors}
+    settings_by_parameter |= {
+        factor.parameter: settings_of((factor.name,), is_matrix=True, optimizer=settings) for factor in factors
+    }
 
     def key(group: GroupSettings) -> ParamKey:
-        return ParamKey(predicate=ParamPredicate(str(group), lambda parameter: chosen[parameter] == group))
+        return ParamKey(
+            predicate=ParamPredicate(str(group), lambda parameter: settings_by_parameter[parameter] == group)
+        )
 
     return {
         key(group): {"lr_mult": group.lr_multiplier, "weight_decay": group.weight_decay}
-        for group in sorted(set(chosen.values()))
+        for group in sorted(set(settings_by_parameter.values()))
     }

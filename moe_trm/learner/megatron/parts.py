@@ -67,9 +67,9 @@ class Parts:
         if self._packed:
             pack = PackedLayout(tuple(row_lengths(batch.valid)), length, *ranks)
             # A micro-batch is scored and then trained: what its layout has computed serves both.
-            known = self._packs.get(pack, pack)
-            self._packs = {known: known} if len(self._packs) >= KNOWN else self._packs | {known: known}
-            return known
+            pack_key = self._packs.get(pack, pack)
+            self._packs = {pack_key: pack_key} if len(self._packs) >= KNOWN else self._packs | {pack_key: pack_key}
+            return pack_key
         return Layout(rows, length, *ranks)
 
     def whole_rows(self, channels_PBC: Tensor, layout: AnyLayout) -> Tensor:

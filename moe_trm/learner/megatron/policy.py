@@ -29,13 +29,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     # Megatron cuts the angles of a pack out sequence by sequence, in every layer, for queries and keys.
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any = None, **options: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = super()._preprocess(
+        preprocessed: tuple[Any, ...] = super()._preprocess(
             position_ids=position_ids, packed_seq_params=packed_seq_params, **options
         )
-        hidden, angles_S11D, *others = found
+        hidden, angles_S11D, *rest = preprocessed
         if not isinstance(packed_seq_params, PlainPack) or angles_S11D is None:
-            return found
-        return hidden, angles_S11D[position_ids[0]].squeeze(1), *others
+            return preprocessed
+        return hidden, angles_S11D[position_ids[0]].squeeze(1), *rest
 
     # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.
     def _postprocess(self, hidden_states: Tensor, *_args: Any, labels: Scoring, **_kwargs: Any) -> Tensor:
@@ -49,8 +49,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel:
             # Every rank gets the whole gradient of the hidden states and keeps its slice.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        whole = self.config.batch_invariant_mode
-        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels, self._vocabulary, whole=whole)
+        full_vocabulary = self.config.batch_invariant_mode
+        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels, self._vocabulary, whole=full_vocabulary)
 
 
 def _own_vocabulary(real_size: int, padded_size: int) -> Vocabulary:

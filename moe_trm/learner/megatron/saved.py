@@ -30,9 +30,9 @@ def saved_tensors(reader: PieceReader, hf: Mapping[str, Any]) -> Iterator[tuple[
         link = names.link(name)
         if tied and link.hf_names == (OUTPUT,):
             continue
-        whole = reader.read(saved)
+        full_tensor = reader.read(saved)
         # Gate and up rows are saved as `[2, rows, columns]`.
-        packed = whole.flatten(0, 1) if convert.is_gated(name) else whole
+        packed = full_tensor.flatten(0, 1) if convert.is_gated(name) else full_tensor
         for hf_name, tensor in zip(link.hf_names, convert.unpack(link.packing, packed, shape), strict=True):
             if link.row is None:
                 yield hf_name, tensor

@@ -157,16 +157,16 @@ class _Step:
     def keep(self, number: int, this_pass: ReplayPass, layout: AnyLayout) -> None:
         """Remember what one chunk of the model recorded, and how far its routers have moved."""
         if this_pass.records:
-            recorded, before = this_pass.recorded(), self.routes.get(number)
-            self.routes[number] = recorded if before is None else before.with_layers_of(recorded)
+            recorded, earlier = this_pass.recorded(), self.routes.get(number)
+            self.routes[number] = recorded if earlier is None else earlier.with_layers_of(recorded)
         if this_pass.watch is None:
             return
         if (scores := this_pass.watch.scores()) is not None:
             self.scores[number] = scores
         if (shift := this_pass.watch.shift()) is not None:
             # Each slice of the columns has its own tokens, and all slices run the same micro-batch now.
-            whole = self._parts.sum_over_slices(layout.from_router(shift))
-            self._shifts[number] = (whole * self.padded[number].mask.to(whole.device))[:, : self._lengths[number]]
+            summed = self._parts.sum_over_slices(layout.from_router(shift))
+            self._shifts[number] = (summed * self.padded[number].mask.to(summed.device))[:, : self._lengths[number]]
 
     def finish(self, number: int | None, layout: AnyLayout, output: Tensor, **_non_loss_data: bool) -> Any:
         """Megatron's loss function: called with the output `[P, B, C]` of the last stage."""

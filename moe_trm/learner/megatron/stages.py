@@ -30,10 +30,10 @@ class Stage:
 
 def virtual_stages(parallel: ParallelConfig) -> int | None:
     """Stages of each pipeline rank; None where each has one, as Megatron-Core says it."""
-    each = parallel.virtual_pipeline or 1
+    stages_per_rank = parallel.virtual_pipeline or 1
     if parallel.pipeline_layout is not None:
-        each = len(stages_of(parallel.pipeline_layout)) // parallel.pipeline
-    return each if each > 1 else None
+        stages_per_rank = len(stages_of(parallel.pipeline_layout)) // parallel.pipeline
+    return stages_per_rank if stages_per_rank > 1 else None
 
 
 def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
@@ -61,9 +61,9 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
 
 def layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[tuple[int, ...]]:
     """Layers of each pipeline rank. Raises as `stages` does."""
-    found = stages(parallel, num_layers)
+    all_stages = stages(parallel, num_layers)
     return [
-        tuple(layer for stage in found[rank :: parallel.pipeline] for layer in stage.layers)
+        tuple(layer for stage in all_stages[rank :: parallel.pipeline] for layer in stage.layers)
         for rank in range(parallel.pipeline)
     ]
 
@@ -136,7 +136,7 @@ def _counts(parallel: ParallelConfig, num_layers: int) -> list[int]:
 
 
 def _with_own_ends(parallel: ParallelConfig, num_layers: int) -> list[int]:
-    ranks, each = parallel.pipeline, virtual_stages(parallel) or 1
+    ranks, stages_per_rank = parallel.pipeline, virtual_stages(parallel) or 1
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     rest, middle = num_layers - (first or 0) - (last or 0), ranks - (first is not None) - (last is not None)
     share = rest // middle if middle else 0
@@ -152,15 +152,15 @@ def _with_own_ends(parallel: ParallelConfig, num_layers: int) -> list[int]:
     by_rank = [share] * ranks
     by_rank[0] = share if first is None else first
     by_rank[-1] = share if last is None else last
-    if odd := [count for count in by_rank if count % each]:
+    if odd := [count for count in by_rank if count % stages_per_rank]:
         raise ConfigError(
             "the layers of a rank do not divide over its virtual stages",
             where=_given(parallel),
-            got=f"{odd[0]} layers, {each} virtual stages",
-            expected=f"multiples of {each}",
+            got=f"{odd[0]} layers, {stages_per_rank} virtual stages",
+            expected=f"multiples of {stages_per_rank}",
             fix=_advice(parallel, num_layers),
         )
-    return [count // each for _ in range(each) for count in by_rank]
+    return [count // stages_per_rank for _ in range(stages_per_rank) for count in by_rank]
 
 
 def _given(parallel: ParallelConfig) -> str:
@@ -169,7 +169,8 @@ def _given(parallel: ParallelConfig) -> str:
 
 def _advice(parallel: ParallelConfig, num_layers: int) -> str:
     number = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    other = "choose other sizes in learner.parallel"
+    alternative = "choose other sizes in learner.parallel"
     if parallel.pipeline == 1 or num_layers < number:
-        return f"{other.capitalize()}."
-    return f"Set learner.parallel.pipeline_layout='{balanced(num_layers, number)}' and nothing beside it, or {other}."
+        return f"{alternative.capitalize()}."
+    layout = balanced(num_layers, number)
+    return f"Set learner.parallel.pipeline_layout='{layout}' and nothing beside it, or {alternative}."

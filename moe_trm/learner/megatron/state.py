@@ -57,8 +57,8 @@ class OptimizerShare:
     def flat(self, kind: str, reader: PieceReader, numel: int) -> Tensor:
         """This rank's share of the saved tensor, flattened, with zeros for padding."""
         box = tuple(slice(first, first + size) for first, size in zip(self.offset, self.box, strict=True))
-        own = reader.read(f"{kind}/{self.name}", self.global_shape)[box].reshape(-1)
-        return F.pad(own, (0, numel - own.numel()))
+        share = reader.read(f"{kind}/{self.name}", self.global_shape)[box].reshape(-1)
+        return F.pad(share, (0, numel - share.numel()))
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class MegatronState:
             parameter.copy_(weight.view(parameter.shape))
             if master is None:
                 continue
-            own, shape = slice(master.start, master.start + master.values.numel()), master.values.shape
-            master.values.copy_(weight[own].view(shape))
+            span, shape = slice(master.start, master.start + master.values.numel()), master.values.shape
+            master.values.copy_(weight[span].view(shape))
             if steps:
-                moments = {kind: share.flat(kind, reader, parameter.numel())[own].view(shape) for kind in MOMENTS}
+                moments = {kind: share.flat(kind, reader, parameter.numel())[span].view(shape) for kind in MOMENTS}
                 master.set_moments({kind: value.to(master.values.device) for kind, value in moments.items()}, steps)
             if f"{GRADIENT}/{share.name}" in reader:
-                own_gradient = share.flat(GRADIENT, reader, parameter.numel())[own]
+                own_gradient = share.flat(GRADIENT, reader, parameter.numel())[span]
                 gradients[master.listed] = own_gradient.to(master.listed.device)
         self._optimizer.restore(counters)
         self._optimizer.remember(gradients)
@@ -227,7 +227,10 @@ def _on_host(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[Tensor, tor
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return {}
     owners = {
-        values: each for each in optimizer.sub_optimizers for group in each.param_groups for values in group["params"]
+        values: sub_optimizer
+        for sub_optimizer in optimizer.sub_optimizers
+        for group in sub_optimizer.param_groups
+        for values in group["params"]
     }
     return {listed: (values, owners[values]) for listed, values in optimizer.param_to_inner_param.items()}
 

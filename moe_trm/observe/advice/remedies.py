@@ -46,7 +46,7 @@ TRUST_REGION = Remedy(
 
 def first(settings: Settings, *remedies: Remedy) -> Remedy:
     """The first remedy that would change something; `NONE_LEFT` where none would."""
-    return next((one for one in remedies if changes(one.config, settings)), NONE_LEFT)
+    return next((remedy for remedy in remedies if changes(remedy.config, settings)), NONE_LEFT)
 
 
 def changes(config: str, settings: Settings) -> bool:
@@ -60,21 +60,23 @@ def changes(config: str, settings: Settings) -> bool:
 
 def precision(settings: Settings) -> Remedy:
     """Against engines that round differently."""
-    both = {str(settings.get(key)) for key in ("learner.dtype", "rollout.server.dtype")}
-    return SAME_KERNELS if both == {"float32"} or both == {"float16"} else HALF_PRECISION
+    dtypes = {str(settings.get(key)) for key in ("learner.dtype", "rollout.server.dtype")}
+    return SAME_KERNELS if dtypes == {"float32"} or dtypes == {"float16"} else HALF_PRECISION
 
 
 def band(part: str) -> Remedy:
     """IcePop on the part that has the tail. A loss contains the update, so that must not be weighed by again."""
-    own = {"engine": "", "lag": ", ratio: lag", "merged": ", ratio: merged"}.get(part, f", ratio: {part}, weight: one")
-    config = f"correction.rules=[{{name: icepop, thresholds: {{low: 0.5, high: 5.0{own}}}}}]"
+    ratio_text = {"engine": "", "lag": ", ratio: lag", "merged": ", ratio: merged"}.get(
+        part, f", ratio: {part}, weight: one"
+    )
+    config = f"correction.rules=[{{name: icepop, thresholds: {{low: 0.5, high: 5.0{ratio_text}}}}}]"
     return Remedy(config, "drop tokens outside a band before weighing the rest")
 
 
 def geometric(part: str) -> Remedy:
     """The geometric mask on a part."""
-    own = "" if part == "engine" else f", ratio: {part}"
-    config = f"correction.rules=[{{name: geometric_mask, thresholds: {{low: 0.99, high: 1.01{own}}}}}]"
+    ratio_text = "" if part == "engine" else f", ratio: {part}"
+    config = f"correction.rules=[{{name: geometric_mask, thresholds: {{low: 0.99, high: 1.01{ratio_text}}}}}]"
     return Remedy(config, "reject rows that drift as a whole")
 
 
@@ -88,11 +90,13 @@ def token_weights(part: str) -> Remedy:
 def rules_of(settings: Settings) -> set[tuple[str, str]]:
     """Name and ratio of every rule that is set, by itself or by a preset; no ratio where it is the rule's own."""
     names = {key: value for key, value in settings.items() if re.fullmatch(r"correction\.rules\.\d+\.name", key)}
-    own = {
+    rule_ratios = {
         (str(name), str(settings.get(key.removesuffix("name") + "thresholds.ratio", ""))) for key, name in names.items()
     }
     preset = PRESETS.get(str(settings.get("correction.preset")))
-    return own | {(name, str(thresholds.get("ratio", ""))) for name, thresholds in (preset.rules if preset else ())}
+    return rule_ratios | {
+        (name, str(thresholds.get("ratio", ""))) for name, thresholds in (preset.rules if preset else ())
+    }
 
 
 def younger(settings: Settings, age: int) -> Remedy:
@@ -110,11 +114,11 @@ def half_rate(lr: float) -> Remedy:
 
 def _differs(key: str, value: str, settings: Settings) -> bool:
     if key == "correction.rules":
-        there, names, ratio = rules_of(settings), NAME.findall(value), "".join(RATIO.findall(value))
-        return any((name, ratio) not in there for name in names) if names else bool(there)
+        rules_set, names, ratio = rules_of(settings), NAME.findall(value), "".join(RATIO.findall(value))
+        return any((name, ratio) not in rules_set for name in names) if names else bool(rules_set)
     if key not in settings:
         return True
-    now = settings[key]
+    current = settings[key]
     if key == "pipeline.max_staleness":
-        return int(value) < int(str(now))
-    return value != (str(now).lower() if isinstance(now, bool) else str(now))
+        return int(value) < int(str(current))
+    return value != (str(current).lower() if isinstance(current, bool) else str(current))

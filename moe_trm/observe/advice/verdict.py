@@ -77,9 +77,9 @@ def verdict(
         return Verdict("unclear", "The mismatch was not measured, so nothing can be said.", {}, "")
     seen = {**last_probe(history), **seen}
     for judge in CASES:
-        found = judge(seen, settings)
-        if found:
-            return before_a_fall(history, found)
+        judgement = judge(seen, settings)
+        if judgement:
+            return before_a_fall(history, judgement)
     of_training = (
         costly(history, settings)
         or clipping(history, settings)
@@ -108,20 +108,20 @@ def nothing_trains(history: Sequence[Mapping[str, float]], settings: Settings = 
     if len(recent) < STALLED_STEPS or not all(stalled):
         return None
     seen, cause = recent[-1], verdict(history, settings=settings)
-    own = {name: seen[name] for name in fnmatch.filter(seen, "correction/*/kept_fraction")}
+    kept_by_rule = {name: seen[name] for name in fnmatch.filter(seen, "correction/*/kept_fraction")}
     evidence = pick(seen, "correction/kept_fraction", "optimizer/steps", "optimizer/empty")
     if kept[-1] < STALLED:
         why = f"corrections keep {kept[-1]:.1%} of the tokens"
-        if own:
-            strictest = min(own, key=lambda name: own[name])
+        if kept_by_rule:
+            strictest = min(kept_by_rule, key=lambda name: kept_by_rule[name])
             why, evidence = (
-                f"{why}, {strictest.split('/')[1]} alone {own[strictest]:.1%}",
-                evidence | {strictest: own[strictest]},
+                f"{why}, {strictest.split('/')[1]} alone {kept_by_rule[strictest]:.1%}",
+                evidence | {strictest: kept_by_rule[strictest]},
             )
     else:
         why = "no token that is kept has an advantage" if seen.get("optimizer/empty") else "no sample was left to train"
-    said = f"Nothing trains, for {STALLED_STEPS} steps or more: {why}. {cause.sentence}"
-    return Verdict("stalled", said, evidence, cause.config)
+    sentence = f"Nothing trains, for {STALLED_STEPS} steps or more: {why}. {cause.sentence}"
+    return Verdict("stalled", sentence, evidence, cause.config)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]], settings: Settings = MappingProxyType({})) -> Verdict | None:
@@ -139,7 +139,7 @@ def mask_hides_gap(history: Sequence[Mapping[str, float]], settings: Settings = 
 
 
 def _calm(seen: Mapping[str, float]) -> Verdict:
-    name = next(one for one in ("engine", "merged", "total") if f"{one}/k3_kl" in seen)
+    name = next(ratio for ratio in ("engine", "merged", "total") if f"{ratio}/k3_kl" in seen)
     figures = (f"{name}/k3_kl", f"{name}/probs_pearson", f"{name}/ppl_ratio", "total/k3_kl", "total/chi2_token")
     evidence = pick(seen, *figures, *DECISIVE)
     healthy = (
@@ -149,9 +149,9 @@ def _calm(seen: Mapping[str, float]) -> Verdict:
     )
     what = {"engine": "engine", "merged": "engine and lag in one", "total": "total"}[name]
     state = "healthy" if healthy else "tolerable, not yet healthy"
-    said = f"The mismatch is {state} ({what} k3 {evidence[f'{name}/k3_kl']:.2g})"
-    if healthy and all(one in seen for one in DECISIVE):
-        said = f"{said}; nothing needs to change"
+    sentence = f"The mismatch is {state} ({what} k3 {evidence[f'{name}/k3_kl']:.2g})"
+    if healthy and all(ratio in seen for ratio in DECISIVE):
+        sentence = f"{sentence}; nothing needs to change"
     if name != "engine":
-        said = f"{said}. Its causes {UNSPLIT}"
-    return Verdict("ok", f"{said}.", evidence, "")
+        sentence = f"{sentence}. Its causes {UNSPLIT}"
+    return Verdict("ok", f"{sentence}.", evidence, "")

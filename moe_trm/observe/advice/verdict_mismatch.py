@@ -74,26 +74,26 @@ def precision(seen: Seen, settings: Settings) -> Verdict | None:
     if share is not None and share - error > 0.5 and remedies.changes(remedies.REPLAY.config, settings):
         drawn = routed.get("probe/token_fraction", 1.0)
         sampled = f": {share:.0%} of it, ±{error:.0%}, by a probe of {drawn:.0%} of the tokens" if error else ""
-        said = f"{sentence}, mostly because their routers choose other experts{sampled}."
-        return Verdict("precision", said, evidence | routed, remedies.REPLAY.config)
+        text = f"{sentence}, mostly because their routers choose other experts{sampled}."
+        return Verdict("precision", text, evidence | routed, remedies.REPLAY.config)
     remedy = first(settings, remedies.precision(settings))
-    said = f"{sentence}: align precision and kernels before any correction. First of all, {remedy.words}."
-    return Verdict("precision", said, evidence | routed, remedy.config)
+    text = f"{sentence}: align precision and kernels before any correction. First of all, {remedy.words}."
+    return Verdict("precision", text, evidence | routed, remedy.config)
 
 
-def before_a_fall(history: Sequence[Seen], found: Verdict) -> Verdict:
+def before_a_fall(history: Sequence[Seen], judgement: Verdict) -> Verdict:
     """`precision` with a warning, where the tail between the engines is one after which rewards fell."""
     parts = ("engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction")
     tails = [sum(step[part] for part in parts) for step in history[-TAIL_STEPS:] if all(part in step for part in parts)]
     share = sum(tails) / TAIL_STEPS
-    if found.case != "precision" or len(tails) < TAIL_STEPS or share <= TAIL_BEFORE_A_FALL:
-        return found
-    said = (
-        f"{found.sentence} In the mean of {TAIL_STEPS} steps {share:.1%} of the tokens have a ratio between the "
+    if judgement.case != "precision" or len(tails) < TAIL_STEPS or share <= TAIL_BEFORE_A_FALL:
+        return judgement
+    text = (
+        f"{judgement.sentence} In the mean of {TAIL_STEPS} steps {share:.1%} of the tokens have a ratio between the "
         f"engines above 2 or below 1/2: beyond {TAIL_BEFORE_A_FALL:.0%}, rewards of a tiny model fell later in 25 of "
         "35 runs."
     )
-    return replace(found, sentence=said, evidence={**found.evidence, **pick(history[-1], *parts)})
+    return replace(judgement, sentence=text, evidence={**judgement.evidence, **pick(history[-1], *parts)})
 
 
 def outlier(seen: Seen, settings: Settings) -> Verdict | None:
@@ -101,12 +101,12 @@ def outlier(seen: Seen, settings: Settings) -> Verdict | None:
     gap = seen.get("engine/probs_diff_max", 0.0)
     if gap <= OUTLIER:
         return None
-    said = (
+    text = (
         f"The engines agree but for single tokens, whose probabilities differ by up to {gap:.2f}: such a record is "
         "broken, so look at the token in the transcript, and let no row with one train."
     )
     remedy = first(settings, Remedy("correction.rules=[{name: trm_max, thresholds: {max_kl: 2.0}}]", ""))
-    return Verdict("outlier", said, {"engine/probs_diff_max": gap}, remedy.config)
+    return Verdict("outlier", text, {"engine/probs_diff_max": gap}, remedy.config)
 
 
 def unsplit(seen: Seen, settings: Settings) -> Verdict | None:
@@ -116,15 +116,15 @@ def unsplit(seen: Seen, settings: Settings) -> Verdict | None:
     if name == "engine" or size <= 0.05 or size <= seen.get("update/k3_kl", 0.0):
         return None
     what = "engines and stale weights" if name == "merged" else "engines, stale weights and updates"
-    said = f"The policy is far from what sampled (k3 {size:.2g}). The shares of {what} {UNSPLIT}."
+    text = f"The policy is far from what sampled (k3 {size:.2g}). The shares of {what} {UNSPLIT}."
     if name == "merged" and _old_and_free(seen):
-        said = (
-            f"{said} Samples are up to {seen['rollout/age_max']:.0f} versions old, and no rule weighs or rejects them."
+        text = (
+            f"{text} Samples are up to {seen['rollout/age_max']:.0f} versions old, and no rule weighs or rejects them."
         )
         evidence = pick(seen, "merged/k3_kl", "total/k3_kl", "rollout/age_max")
-        return Verdict("unsplit", said, evidence, remedies.WEIGHED.config)
+        return Verdict("unsplit", text, evidence, remedies.WEIGHED.config)
     remedy = first(settings, remedies.SNAPSHOT, remedies.WEIGHED)
-    return Verdict("unsplit", said, pick(seen, f"{name}/k3_kl", "total/k3_kl"), remedy.config)
+    return Verdict("unsplit", text, pick(seen, f"{name}/k3_kl", "total/k3_kl"), remedy.config)
 
 
 def staleness(seen: Seen, settings: Settings) -> Verdict | None:
@@ -132,21 +132,21 @@ def staleness(seen: Seen, settings: Settings) -> Verdict | None:
     evidence = pick(seen, *(f"{part}/k3_kl" for part in ("lag", "update", "staleness", "engine", "merged", "total")))
     lag, update = evidence.get("lag/k3_kl", 0.0), evidence.get("update/k3_kl", 0.0)
     stale = max(evidence.get("staleness/k3_kl", 0.0), lag, update)
-    others = max(evidence.get("engine/k3_kl", 0.0), evidence.get("merged/k3_kl", 0.0))
-    if stale <= 0.05 or stale <= others:
+    other_k3 = max(evidence.get("engine/k3_kl", 0.0), evidence.get("merged/k3_kl", 0.0))
+    if stale <= 0.05 or stale <= other_k3:
         return None
     if lag > update:
         remedy = first(settings, *_cause(seen, "lag", settings))
-        said = (
+        text = (
             f"The weights moved between sampling and this step (lag k3 {lag:.2g}, update {update:.2g}): {remedy.words}."
         )
-        return Verdict("lag", said, evidence, remedy.config)
+        return Verdict("lag", text, evidence, remedy.config)
     remedy = first(settings, *_cause(seen, "update", settings))
-    said = (
+    text = (
         f"The policy has moved away from the samples it trains on within the step (staleness k3 {stale:.2g}, "
-        f"before it {others:.2g}): {remedy.words}."
+        f"before it {other_k3:.2g}): {remedy.words}."
     )
-    return Verdict("staleness", said, evidence, remedy.config)
+    return Verdict("staleness", text, evidence, remedy.config)
 
 
 def masking(seen: Seen, settings: Settings) -> Verdict | None:
@@ -161,14 +161,14 @@ def masking(seen: Seen, settings: Settings) -> Verdict | None:
     stage = escalation(seen.get("total/chi2_token", 0.0), masked, size, pearson)
     part = dominant(seen, "k3_kl")
     evidence = pick(seen, "correction/kept_fraction", "correction/weight_eff_sample_size", f"{part}/k3_kl")
-    said = (
+    text = (
         f"Corrections drop {masked:.0%} of the tokens (effective sample size after them {size:.2f}), and {MAKES[part]}"
     )
     if stage == "systems":
         remedy = first(settings, *_cause(seen, part, settings))
-        return Verdict("masking", f"{said}: {remedy.words} instead of rejecting more.", evidence, remedy.config)
+        return Verdict("masking", f"{text}: {remedy.words} instead of rejecting more.", evidence, remedy.config)
     remedy = first(settings, remedies.token_weights(part), *_cause(seen, part, settings))
-    return Verdict("masking", f"{said}: {remedy.words} instead of dropping them.", evidence, remedy.config)
+    return Verdict("masking", f"{text}: {remedy.words} instead of dropping them.", evidence, remedy.config)
 
 
 def variance(seen: Seen, settings: Settings) -> Verdict | None:
@@ -179,7 +179,7 @@ def variance(seen: Seen, settings: Settings) -> Verdict | None:
         return None
     part = dominant(seen, "chi2_token")
     evidence |= pick(seen, f"{part}/chi2_token")
-    said = (
+    text = (
         f"A few tokens dominate the importance weights (effective sample size {size:.2f}, chi2 {chi2:.2g}), "
         f"and {MAKES[part]}"
     )
@@ -188,9 +188,9 @@ def variance(seen: Seen, settings: Settings) -> Verdict | None:
     applied = seen.get("correction/weight_eff_sample_size", 1.0)
     if escalation(chi2, masked, applied, seen.get("engine/probs_pearson", 1.0)) == "systems":
         remedy = first(settings, *_cause(seen, part, settings))
-        return Verdict("variance", f"{said}: {remedy.words}, which no rule replaces.", evidence, remedy.config)
+        return Verdict("variance", f"{text}: {remedy.words}, which no rule replaces.", evidence, remedy.config)
     remedy = first(settings, remedies.band(part), *_cause(seen, part, settings))
-    return Verdict("variance", f"{said}: {remedy.words}.", evidence, remedy.config)
+    return Verdict("variance", f"{text}: {remedy.words}.", evidence, remedy.config)
 
 
 def sequence(seen: Seen, settings: Settings) -> Verdict | None:
@@ -203,16 +203,16 @@ def sequence(seen: Seen, settings: Settings) -> Verdict | None:
         return None
     part = dominant(seen, "chi2_seq")
     evidence = pick(seen, "total/chi2_seq", "total/log_ppl_abs_diff", f"{part}/chi2_seq")
-    said = f"Ratios of whole answers explode (chi2 {chi2:.2g}) though those of tokens are in order, and {MAKES[part]}"
+    text = f"Ratios of whole answers explode (chi2 {chi2:.2g}) though those of tokens are in order, and {MAKES[part]}"
     if products:
         remedy = first(settings, remedies.GEOMETRIC_AND_TOKENS, *_cause(seen, part, settings))
-        said = f"{said}. {products[0]} judges by these products: {remedy.words}."
-        return Verdict("sequence", said, evidence, remedy.config)
+        text = f"{text}. {products[0]} judges by these products: {remedy.words}."
+        return Verdict("sequence", text, evidence, remedy.config)
     if part in ("update", "staleness"):
         remedy = first(settings, *_cause(seen, part, settings))
-        return Verdict("sequence", f"{said}: {remedy.words}.", evidence, remedy.config)
+        return Verdict("sequence", f"{text}: {remedy.words}.", evidence, remedy.config)
     remedy = first(settings, remedies.geometric(part), *_cause(seen, part, settings))
-    return Verdict("sequence", f"{said}. Rows as a whole have drifted: {remedy.words}.", evidence, remedy.config)
+    return Verdict("sequence", f"{text}. Rows as a whole have drifted: {remedy.words}.", evidence, remedy.config)
 
 
 def drift(seen: Seen, settings: Settings) -> Verdict | None:
@@ -222,10 +222,10 @@ def drift(seen: Seen, settings: Settings) -> Verdict | None:
     if chi2 <= DRIFTED:
         return None
     part = dominant(seen, "chi2_token")
-    said = f"The policies drift apart moderately (chi2 {chi2:.2g}) with weights still in order, and {MAKES[part]}"
+    text = f"The policies drift apart moderately (chi2 {chi2:.2g}) with weights still in order, and {MAKES[part]}"
     cause = _cause(seen, part, settings)
     remedy = first(settings, *(cause if part in ("lag", "update", "staleness") else (remedies.geometric(part), *cause)))
-    return Verdict("drift", f"{said}: {remedy.words}.", evidence, remedy.config)
+    return Verdict("drift", f"{text}: {remedy.words}.", evidence, remedy.config)
 
 
 def bias(seen: Seen, settings: Settings) -> Verdict | None:
@@ -241,11 +241,11 @@ def bias(seen: Seen, settings: Settings) -> Verdict | None:
     if not remedy.config:
         return None
     evidence = pick(seen, "total/tv", "total/chi2_token", f"{part}/tv")
-    said = (
+    text = (
         f"Token ratios are biased (total variation {tv:.2g}) with a small variance "
         f"(chi2 {seen.get('total/chi2_token', 0.0):.2g}), and {MAKES[part]}: {remedy.words}."
     )
-    return Verdict("bias", said, evidence, remedy.config)
+    return Verdict("bias", text, evidence, remedy.config)
 
 
 def exploded(seen: Seen, settings: Settings) -> Verdict | None:
@@ -253,11 +253,11 @@ def exploded(seen: Seen, settings: Settings) -> Verdict | None:
     chi2 = seen.get("total/chi2_seq", 0.0)
     if chi2 <= EXPLODED_CHI2 or any(_is_kept_by(name, rule) for name in seen for rule in MASKS_OF_ROWS):
         return None
-    said = (
+    text = (
         f"Small differences add up over long answers (chi2 of their ratios {chi2:.2g}, of tokens "
         f"{seen.get('total/chi2_token', 0.0):.2g}): weigh none by its product, and {remedies.TRUST_REGION.words}."
     )
-    return Verdict("sequence", said, pick(seen, "total/chi2_seq", "total/chi2_token"), remedies.TRUST_REGION.config)
+    return Verdict("sequence", text, pick(seen, "total/chi2_seq", "total/chi2_token"), remedies.TRUST_REGION.config)
 
 
 def costly(history: Sequence[Seen], settings: Settings) -> Verdict | None:
@@ -267,17 +267,20 @@ def costly(history: Sequence[Seen], settings: Settings) -> Verdict | None:
         acts: [step[name] for step in history if name in step and (step.get(size, 1.0) < 1 - 1e-9) == acts]
         for acts in (False, True)
     }
-    before, since = noise[False][-RISING_STEPS:], noise[True][-RISING_STEPS:]
-    if min(len(before), len(since)) < 3 or not max(before) < median(since) > NOISE_GROWTH * median(before) > 0:
+    uncorrected, since = noise[False][-RISING_STEPS:], noise[True][-RISING_STEPS:]
+    if (
+        min(len(uncorrected), len(since)) < 3
+        or not max(uncorrected) < median(since) > NOISE_GROWTH * median(uncorrected) > 0
+    ):
         return None
     seen = history[-1]
     part = dominant(seen, "chi2_token")
     remedy = first(settings, remedies.band(part), remedies.NO_RULES)
-    said = (
-        f"The noise of the gradient is {median(since) / median(before):.0f} times what it was before corrections "
+    text = (
+        f"The noise of the gradient is {median(since) / median(uncorrected):.0f} times what it was before corrections "
         f"acted, so their weights cost more than they mend: {remedy.words}."
     )
-    return Verdict("variance", said, pick(seen, name, size, f"{part}/chi2_token"), remedy.config)
+    return Verdict("variance", text, pick(seen, name, size, f"{part}/chi2_token"), remedy.config)
 
 
 CASES: tuple[Callable[[Seen, Settings], Verdict | None], ...] = (
@@ -328,9 +331,9 @@ def dominant(seen: Seen, figure: str) -> str:
     Figures of rows are not measured of lag and update: where staleness has the largest, the larger k3 of the two tells.
     """
     for parts in (("engine", "lag", "update"), ("engine", "staleness"), ("merged", "update")):
-        known = {part: seen[f"{part}/{figure}"] for part in parts if f"{part}/{figure}" in seen}
-        if len(known) == len(parts):
-            largest = max(known, key=lambda part: known[part])
+        figures = {part: seen[f"{part}/{figure}"] for part in parts if f"{part}/{figure}" in seen}
+        if len(figures) == len(parts):
+            largest = max(figures, key=lambda part: figures[part])
             finer = {part: seen[f"{part}/k3_kl"] for part in ("lag", "update") if f"{part}/k3_kl" in seen}
             split = largest == "staleness" and len(finer) == 2
             return max(finer, key=lambda part: finer[part]) if split else largest
@@ -354,8 +357,8 @@ def _share_of_routes(routed: Seen) -> float | None:
 
 
 def _is_kept_by(name: str, rule: str) -> bool:
-    own = name.removeprefix("correction/").partition("/")
-    return name.startswith("correction/") and own[0].partition("@")[0] == rule and own[2] == "kept_fraction"
+    parts = name.removeprefix("correction/").partition("/")
+    return name.startswith("correction/") and parts[0].partition("@")[0] == rule and parts[2] == "kept_fraction"
 
 
 def _old_and_free(seen: Seen) -> bool:

@@ -31,13 +31,13 @@ def router(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     age = int(seen.get("rollout/age_max", 0.0))
     younger = (remedies.younger(settings, age),) if age >= 2 else ()
     remedy = first(settings, *younger, _half_rate(seen))
-    said = (
+    text = (
         f"The router has moved since the engine chose these routes: {flips:.0%} of the replayed sets are no longer its "
         f"choice ({seen[worst]:.0%} in layer {worst.rpartition('_')[2]}), spread over the samples, and rows and layers "
         "were found in place. Train it in smaller steps, make fewer updates of a batch, or hold it with "
         "learner.freeze_router=true."
     )
-    return Verdict("router", said, {"routing/local_flip_rate": flips, worst: seen[worst]}, remedy.config)
+    return Verdict("router", text, {"routing/local_flip_rate": flips, worst: seen[worst]}, remedy.config)
 
 
 def clipping(history: Sequence[Mapping[str, float]], settings: Settings) -> Verdict | None:
@@ -64,10 +64,10 @@ def gradient(seen: Mapping[str, float]) -> Verdict | None:
     norm = seen.get("optimizer/grad_norm", 0.0)
     if norm <= GRADIENT_NORM:
         return None
-    said = (
+    text = (
         f"The gradient has a norm of {norm:,.0f}: what clips it leaves its direction alone, and one row may set that."
     )
-    return Verdict("gradient", said, {"optimizer/grad_norm": norm}, _half_rate(seen).config)
+    return Verdict("gradient", text, {"optimizer/grad_norm": norm}, _half_rate(seen).config)
 
 
 def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
@@ -76,7 +76,7 @@ def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
     share = seen.get(name, 0.0)
     if share <= WITHOUT_SIGNAL or settings.get("kl.where") == "advantage":
         return None
-    said = f"{share:.0%} of the groups have equal rewards and teach nothing"
+    text = f"{share:.0%} of the groups have equal rewards and teach nothing"
     solved = seen.get("reward/solved_groups", 0.0)
     if solved > WITHOUT_SIGNAL:
         learned = (
@@ -85,11 +85,11 @@ def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
         return Verdict("learned", learned, {name: share, "reward/solved_groups": solved}, "")
     lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}
     if lost:
-        told = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())
-        said = f"{said}, and rewards failed ({told}): mend the reward first, the log says what it raised."
-        return Verdict("signal", said, {name: share, **lost}, "")
+        counts_text = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())
+        text = f"{text}, and rewards failed ({counts_text}): mend the reward first, the log says what it raised."
+        return Verdict("signal", text, {name: share, **lost}, "")
     remedy = first(settings, Remedy("batch.zero_variance=drop", ""))
-    return Verdict("signal", f"{said}: their prompts are too easy or too hard.", {name: share}, remedy.config)
+    return Verdict("signal", f"{text}: their prompts are too easy or too hard.", {name: share}, remedy.config)
 
 
 def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -99,13 +99,13 @@ def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
         return None
     *earlier, latest = [values[i - REWARD_WINDOW : i] for i in range(REWARD_WINDOW, len(values) + 1)]
     best = max(earlier, key=math.fsum)
-    high, now = fmean(best), fmean(latest)
+    high, recent = fmean(best), fmean(latest)
     chance = math.sqrt((pvariance(best) + pvariance(latest)) / REWARD_WINDOW)
-    if high <= 0 or now >= (1 - REWARD_DROP) * high or high - now <= 4 * chance:
+    if high <= 0 or recent >= (1 - REWARD_DROP) * high or high - recent <= 4 * chance:
         return None
-    fell = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps)"
-    said = f"{fell}: what was learned is being lost."
-    return Verdict("reward", said, {"reward/mean": values[-1]}, _half_rate(history[-1]).config)
+    fell = f"The reward fell from {high:.2g} to {recent:.2g} (means of {REWARD_WINDOW} steps)"
+    text = f"{fell}: what was learned is being lost."
+    return Verdict("reward", text, {"reward/mean": values[-1]}, _half_rate(history[-1]).config)
 
 
 def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -115,17 +115,17 @@ def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     if lost:
         total = lost + seen.get("rollout/servers", 0.0)
         away = f"{lost:.0f} of {total:.0f} rollout servers {'is' if lost == 1 else 'are'} out of service"
-        said = f"{away}: rollout.log says why."
-        return Verdict("servers", said, evidence, "")
-    before = series(history[:-1], "rollout/losses")
-    now = seen.get("rollout/losses", 0.0)
-    if now <= (before[-1] if before else 0.0):
+        text = f"{away}: rollout.log says why."
+        return Verdict("servers", text, evidence, "")
+    earlier = series(history[:-1], "rollout/losses")
+    num_losses = seen.get("rollout/losses", 0.0)
+    if num_losses <= (earlier[-1] if earlier else 0.0):
         return None
-    said = (
-        f"A rollout server was lost and came back ({now:.0f} losses, {seen.get('rollout/lost_s', 0.0):.0f} s out of "
-        "service since the start): rollout.log says why."
+    text = (
+        f"A rollout server was lost and came back ({num_losses:.0f} losses, {seen.get('rollout/lost_s', 0.0):.0f} s "
+        "out of service since the start): rollout.log says why."
     )
-    return Verdict("servers", said, evidence, "")
+    return Verdict("servers", text, evidence, "")
 
 
 def _half_rate(seen: Mapping[str, float]) -> Remedy:

@@ -56,9 +56,10 @@ class Cards:
                 self._shown.add(name)
                 points = run.series(name)
                 first = f"{number(points[0][1])} → " if tile.first and len(points) > 1 else ""
-                whose = f'<span class="whose">{escape(run.name)}</span>' if len(self._runs) > 1 else ""
+                run_label = f'<span class="whose">{escape(run.name)}</span>' if len(self._runs) > 1 else ""
                 lines.append(
-                    f'<p class="figure">{first}{number(points[-1][1])} {whose}</p>{draw.spark(points, log=tile.log)}'
+                    f'<p class="figure">{first}{number(points[-1][1])} {run_label}</p>'
+                    f"{draw.spark(points, log=tile.log)}"
                 )
             if lines:
                 cards.append(
@@ -85,11 +86,11 @@ class Cards:
 
         Runs that have other values than each other are drawn.
         """
-        found = shown(chart, self._known)
+        metrics = shown(chart, self._known)
         if chart.kind == "totals":
-            return f"<div><dt>{escape(chart.title)}</dt><dd>{escape(chart.nothing)}</dd></div>" if not found else ""
+            return f"<div><dt>{escape(chart.title)}</dt><dd>{escape(chart.nothing)}</dd></div>" if not metrics else ""
         values: dict[str, set[float | None]] = {}
-        for name, _ in found:
+        for name, _ in metrics:
             for run in self._runs:
                 points = run.series(name)
                 if len(points) == 1:
@@ -101,26 +102,28 @@ class Cards:
         if chart.kind != "lines" and len(set.union(*values.values())) > 1:
             return ""
         self._shown |= values.keys()
-        labels = dict(found)
-        told = ", ".join(
+        labels = dict(metrics)
+        values_text = ", ".join(
             f"{escape(labels[name]) or escape(chart.title)} <b>{number(next(iter(seen)))}</b>"
             for name, seen in values.items()
         )
-        return f"<div><dt>{escape(chart.title)}</dt><dd>{told}</dd></div>"
+        return f"<div><dt>{escape(chart.title)}</dt><dd>{values_text}</dd></div>"
 
     def _card(self, chart: Chart) -> str:
-        found = shown(chart, self._known)
+        metrics = shown(chart, self._known)
         if chart.kind == "totals":
-            return self._totals(chart, found)
+            return self._totals(chart, metrics)
         series = [
-            Series(run, name, label, place % COLOURS, points, _reach(each, name))
-            for place, (name, label) in enumerate(found)
-            for run, each in enumerate(self._runs)
-            if (points := each.series(name))
+            Series(run, name, label, place % COLOURS, points, _reach(run_data, name))
+            for place, (name, label) in enumerate(metrics)
+            for run, run_data in enumerate(self._runs)
+            if (points := run_data.series(name))
         ]
-        if not any(value is not None for each in series for _, value in each.points):
+        if not any(value is not None for run_data in series for _, value in run_data.points):
             return ""
-        self._shown |= {each.metric for each in series} | {f"{each.metric}_se" for each in series if each.reach}
+        self._shown |= {run_data.metric for run_data in series} | {
+            f"{run_data.metric}_se" for run_data in series if run_data.reach
+        }
         if chart.kind == "lines":
             drawing = draw.lines(chart.title, series, self._steps, log=chart.log, floor=chart.floor)
             return framed(
@@ -128,24 +131,26 @@ class Cards:
             )
         parts = []
         for place, run in enumerate(self._runs):
-            own = [each for each in series if each.run == place]
-            if own:
+            run_series = [run_data for run_data in series if run_data.run == place]
+            if run_series:
                 parts.append(f'<p class="whose">{escape(run.name)}</p>' if len(self._runs) > 1 else "")
                 if chart.kind == "heat":
-                    parts.append(self._shades(chart, own) + draw.heat(chart.title, own, self._steps, chart.top))
+                    parts.append(
+                        self._shades(chart, run_series) + draw.heat(chart.title, run_series, self._steps, chart.top)
+                    )
                 else:
-                    parts.append(legend(own, self._names) + draw.stack(chart.title, own, self._steps))
+                    parts.append(legend(run_series, self._names) + draw.stack(chart.title, run_series, self._steps))
         return framed(chart.title, chart.note, "".join(parts), _left_out(series, log=False))
 
     def _shades(self, chart: Chart, rows: Sequence[Series]) -> str:
-        most = max((value for each in rows for _, value in each.finite), default=1.0)
+        most = max((value for row in rows for _, value in row.finite), default=1.0)
         return f'<p class="shades">0 <i></i> {number(most) if chart.top is None else f"{chart.top:g}"}</p>'
 
-    def _totals(self, chart: Chart, found: Sequence[tuple[str, str]]) -> str:
-        self._shown |= {name for name, _ in found}
+    def _totals(self, chart: Chart, metrics: Sequence[tuple[str, str]]) -> str:
+        self._shown |= {name for name, _ in metrics}
         bars = [
             (run, name, label, run.series(name)[-1][1] or 0.0)
-            for name, label in found
+            for name, label in metrics
             for run in self._runs
             if run.series(name)
         ]
@@ -169,9 +174,9 @@ def framed(title: str, note: str, content: str, remark: str = "") -> str:
 def legend(series: Sequence[Series], names: Sequence[str] = ()) -> str:
     """The last value of every curve, with its run's name where there are `names`."""
     items = "".join(
-        f'<li><i class="f{each.colour}{draw.dashes(each.run)}"></i>{escape(each.label)}'
-        f"{f' {escape(names[each.run])}' if names else ''} <b>{number(each.points[-1][1])}</b></li>"
-        for each in series
+        f'<li><i class="f{curve.colour}{draw.dashes(curve.run)}"></i>{escape(curve.label)}'
+        f"{f' {escape(names[curve.run])}' if names else ''} <b>{number(curve.points[-1][1])}</b></li>"
+        for curve in series
     )
     return f'<ul class="legend">{items}</ul>'
 
@@ -197,8 +202,8 @@ def _folded(lines: Sequence[str]) -> str:
 
 
 def _left_out(series: Sequence[Series], *, log: bool) -> str:
-    infinite = sum(value is None for each in series for _, value in each.points)
-    below = sum(value <= 0 for each in series for _, value in each.finite) if log else 0
-    said = [f"values that were not finite ({infinite})"] if infinite else []
-    said += [f"values of 0 or less, on a logarithmic axis ({below})"] if below else []
-    return f'<p class="note">Not drawn: {"; ".join(said)}.</p>' if said else ""
+    infinite = sum(value is None for curve in series for _, value in curve.points)
+    below = sum(value <= 0 for curve in series for _, value in curve.finite) if log else 0
+    reasons = [f"values that were not finite ({infinite})"] if infinite else []
+    reasons += [f"values of 0 or less, on a logarithmic axis ({below})"] if below else []
+    return f'<p class="note">Not drawn: {"; ".join(reasons)}.</p>' if reasons else ""

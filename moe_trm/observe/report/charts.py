@@ -51,30 +51,30 @@ class _Page(msgspec.Struct):
 SECTIONS = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Page).section
 
 
-def shown(chart: Chart, known: Iterable[str]) -> list[tuple[str, str]]:
-    """The metrics among `known` that `chart` shows, with their labels; none if it needs more."""
-    known = list(known)
+def shown(chart: Chart, names: Iterable[str]) -> list[tuple[str, str]]:
+    """The metrics among `names` that `chart` shows, with their labels; none if it needs more."""
+    names = list(names)
     if chart.kind == "heat":
-        found = next((found for pattern in chart.metrics if (found := matching((pattern,), known))), [])
+        labelled = next((labelled for pattern in chart.metrics if (labelled := matching((pattern,), names))), [])
     else:
-        found = matching(chart.metrics, known)
-    return found if len(found) >= chart.least else []
+        labelled = matching(chart.metrics, names)
+    return labelled if len(labelled) >= chart.least else []
 
 
-def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list[tuple[str, str]]:
-    """Names among `known` that a chart shows, with their labels, in the chart's order and numbered rows by number."""
-    known = sorted(known, key=_by_number)
-    found: dict[str, str] = {}
+def matching(metrics: tuple[tuple[str, str], ...], names: Iterable[str]) -> list[tuple[str, str]]:
+    """Names among `names` that a chart shows, with their labels, in the chart's order and numbered rows by number."""
+    names = sorted(names, key=_by_number)
+    labels: dict[str, str] = {}
     for pattern, label in metrics:
         if "*" not in pattern:
-            found |= {pattern: label} if pattern in known and pattern not in found else {}
+            labels |= {pattern: label} if pattern in names and pattern not in labels else {}
             continue
         regex = re.compile("(.*)".join(re.escape(part) for part in pattern.split("*")))
-        for name in known:
+        for name in names:
             match = regex.fullmatch(name)
-            if match and name not in found:
-                found[name] = label + _readable(pattern, match.groups())
-    return list(found.items())
+            if match and name not in labels:
+                labels[name] = label + _readable(pattern, match.groups())
+    return list(labels.items())
 
 
 def _readable(pattern: str, parts: Sequence[str]) -> str:

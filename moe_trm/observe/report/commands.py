@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
 def write(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report and return its place; what could not be read is told on stderr. Raises `RunError`."""
     runs = [read_run(folder) for folder in folders]
-    for each in runs:
-        for note in each.notes:
-            print(f"warning: {each.folder}: {note}", file=sys.stderr)
+    for run in runs:
+        for note in run.notes:
+            print(f"warning: {run.folder}: {note}", file=sys.stderr)
     name = "-".join(["report", *(folder.resolve().name for folder in folders[1:])]) + ".html"
     if len(folders) > MOST_NAMED:
         name = f"report-{len(folders)}-runs.html"

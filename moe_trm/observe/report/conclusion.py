@@ -98,9 +98,9 @@ class Difference:
     def certainty(self) -> str:
         """A clause on what the interval says."""
         if self.interval is None:
-            alone = [each for each in (self.first, self.other) if each.seeds < 2]
-            whose = "Each has one seed" if len(alone) == 2 else f"{alone[0].label} has one seed"
-            return f"{whose}, so there is no interval: another seed may turn it around."
+            single_seed = [side for side in (self.first, self.other) if side.seeds < 2]
+            subject = "Each has one seed" if len(single_seed) == 2 else f"{single_seed[0].label} has one seed"
+            return f"{subject}, so there is no interval: another seed may turn it around."
         if self.interval[0] > 0 or self.interval[1] < 0:
             higher = self.other.label if self.delta > 0 else self.first.label
             return f"It is higher in {higher}: the interval leaves 0 out."
@@ -119,24 +119,24 @@ def configurations(runs: Sequence[Run]) -> list[Configuration]:
 
 def differences(runs: Sequence[Run]) -> list[Difference]:
     """Every configuration against the first, in every measure that all runs have. Empty for one configuration."""
-    found = configurations(runs)
-    told = []
+    groups = configurations(runs)
+    results = []
     for measure in MEASURES:
         if (read := reader(runs, measure)) is not None:
             when, value = read
-            told += [_difference(measure, when, found[0], other, value) for other in found[1:]]
-    return told
+            results += [_difference(measure, when, groups[0], group, value) for group in groups[1:]]
+    return results
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
     """The conclusion in words: the first measure of every configuration, or why there is none."""
-    found = configurations(runs)
-    if len(found) == 1:
+    groups = configurations(runs)
+    if len(groups) == 1:
         return [f"These {len(runs)} runs have the same settings apart from the seed. {_spread(runs)}"]
-    told = differences(runs)
-    if not told:
+    results = differences(runs)
+    if not results:
         return ["These runs have no measure in common at a common step, so nothing can be concluded."]
-    return [each.sentence for each in told if each.measure is told[0].measure]
+    return [difference.sentence for difference in results if difference.measure is results[0].measure]
 
 
 def _spread(runs: Sequence[Run]) -> str:
@@ -155,18 +155,18 @@ def _spread(runs: Sequence[Run]) -> str:
 
 
 def _difference(
-    measure: Measure, when: str, first: Configuration, other: Configuration, value: Callable[[Run], float]
+    measure: Measure, when: str, first: Configuration, second: Configuration, value: Callable[[Run], float]
 ) -> Difference:
-    sides = [_by_seed(each.runs, value) for each in (first, other)]
-    return Difference(measure, when, first, other, mean(sides[0]), mean(sides[1]), welch(*sides))
+    sides = [_by_seed(side.runs, value) for side in (first, second)]
+    return Difference(measure, when, first, second, mean(sides[0]), mean(sides[1]), welch(*sides))
 
 
 def _by_seed(runs: Sequence[Run], value: Callable[[Run], float]) -> list[float]:
     """One value for each seed: repetitions of a seed are not independent."""
-    found: dict[Any, list[float]] = {}
+    by_seed: dict[Any, list[float]] = {}
     for run in runs:
-        found.setdefault(run.config.get("seed"), []).append(value(run))
-    return [mean(values) for values in found.values()]
+        by_seed.setdefault(run.config.get("seed"), []).append(value(run))
+    return [mean(values) for values in by_seed.values()]
 
 
 def reader(runs: Sequence[Run], measure: Measure) -> tuple[str, Callable[[Run], float]] | None:
@@ -179,7 +179,7 @@ def reader(runs: Sequence[Run], measure: Measure) -> tuple[str, Callable[[Run], 
     when = f"After step {steps[0]}" if measure.at_end else f"Over steps {steps[0]} to {steps[-1]}"
 
     def value(run: Run) -> float:
-        return mean(each for step, each in run.series(measure.metric) if step in steps and each is not None)
+        return mean(number for step, number in run.series(measure.metric) if step in steps and number is not None)
 
     return when, value
 
@@ -192,8 +192,12 @@ def _label(members: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:
     """The name of a lone run; of several what sets them apart from the other configurations, in short."""
     if len(members) == 1:
         return members[0].name
-    others = [_settings(group[0]) for group in groups if group is not members]
-    own = _settings(members[0])
-    apart = [f"{key}={value}" for key, value in own.items() if any(other.get(key) != value for other in others)]
-    named = ", ".join(apart[:2]) + (", ..." if len(apart) > 2 else "")
+    other_settings = [_settings(group[0]) for group in groups if group is not members]
+    settings = _settings(members[0])
+    distinct = [
+        f"{key}={value}"
+        for key, value in settings.items()
+        if any(settings_of_group.get(key) != value for settings_of_group in other_settings)
+    ]
+    named = ", ".join(distinct[:2]) + (", ..." if len(distinct) > 2 else "")
     return f"{named or ' and '.join(run.name for run in members[:2])} ({len(members)} runs)"

@@ -52,67 +52,67 @@ class Series:
 def lines(title: str, series: Sequence[Series], steps: tuple[int, int], *, log: bool, floor: bool) -> str:
     """Curves over steps. What a logarithmic scale cannot show (0 and less) leaves a gap."""
     x = step_scale(*steps, LEFT + 4, RIGHT - 4)
-    values = [value for each in series for _, value in each.finite]
-    values += [edge for each in series for _, *edges in each.reach for edge in edges]
+    values = [value for curve in series for _, value in curve.finite]
+    values += [edge for curve in series for _, *edges in curve.reach for edge in edges]
     y = value_scale(values, BOTTOM, TOP, log=log, floor=floor)
-    body = [band for each in series for band in _band(each, x, y)]
-    body += [part for each in series for part in _curve(each, x, y)]
+    body = [band for curve in series for band in _band(curve, x, y)]
+    body += [part for curve in series for part in _curve(curve, x, y)]
     return _drawing(title, x, y, [*_axes(x, y), *body], HEIGHT)
 
 
 def heat(title: str, rows: Sequence[Series], steps: tuple[int, int], top: float | None) -> str:
     """Rows of one run, first on top; the darker, the larger, from 0 to `top`."""
-    values = [value for each in rows for _, value in each.finite]
+    values = [value for row in rows for _, value in row.finite]
     most = top if top is not None else max(values, default=1.0) or 1.0
     height = max(96.0, min(300.0, 14.0 * len(rows)))
     step_between = math.ceil(len(rows) / 12)
-    labels = [each.label.removeprefix("layer ") for each in rows]
-    left = max(LEFT, 12 + LETTER * max(len(label) for label in labels[::step_between]))
-    x = step_scale(*steps, left + 4, RIGHT - 4)
+    labels = [row.label.removeprefix("layer ") for row in rows]
+    left_edge = max(LEFT, 12 + LETTER * max(len(label) for label in labels[::step_between]))
+    x = step_scale(*steps, left_edge + 4, RIGHT - 4)
     y = Scale(0, len(rows), TOP, TOP + height)
-    chosen = _spread(
-        sorted({step for each in rows for step, _ in each.points}), min(MOST_COLUMNS, MOST_CELLS // len(rows))
+    drawn_steps = _spread(
+        sorted({step for row in rows for step, _ in row.points}), min(MOST_COLUMNS, MOST_CELLS // len(rows))
     )
-    edges = _edges([x(step) for step in chosen], left, RIGHT)
+    edges = _edges([x(step) for step in drawn_steps], left_edge, RIGHT)
     body = []
-    for index, each in enumerate(rows):
-        found = dict(each.points)
+    for index, row in enumerate(rows):
+        values_by_step = dict(row.points)
         cells = [
             f'<rect x="{begin:.2f}" y="{y(index):.2f}" width="{end - begin:.2f}" '
             f'height="{y(index + 1) - y(index):.2f}" fill-opacity="{value / most:.3f}"/>'
-            for step, begin, end in zip(chosen, edges, edges[1:], strict=False)
-            if (value := found.get(step)) is not None
+            for step, begin, end in zip(drawn_steps, edges, edges[1:], strict=False)
+            if (value := values_by_step.get(step)) is not None
         ]
-        body.append(f'<g class="cells" {each.source}>{"".join(cells)}</g>')
+        body.append(f'<g class="cells" {row.source}>{"".join(cells)}</g>')
     for index in range(0, len(rows), step_between):
-        body.append(_text(left - 6, (y(index) + y(index + 1)) / 2 + 3.5, labels[index], "end"))
-    frame = f'<rect class="frame" x="{left:g}" y="{TOP}" width="{RIGHT - left:g}" height="{height}"/>'
+        body.append(_text(left_edge - 6, (y(index) + y(index + 1)) / 2 + 3.5, labels[index], "end"))
+    frame = f'<rect class="frame" x="{left_edge:g}" y="{TOP}" width="{RIGHT - left_edge:g}" height="{height}"/>'
     return _drawing(title, x, y, [*body, frame, *_steps(x, TOP + height)], TOP + height + 26)
 
 
 def stack(title: str, parts: Sequence[Series], steps: tuple[int, int]) -> str:
     """One column per step, parts from the bottom up."""
     x = step_scale(*steps, LEFT + 4, RIGHT - 4)
-    found = [dict(each.points) for each in parts]
-    known = sorted({step for values in found for step in values})
-    chosen = _spread(known, MOST_COLUMNS)
-    tops = [math.fsum(values.get(step) or 0.0 for values in found) for step in chosen]
+    values_by_part = [dict(part.points) for part in parts]
+    all_steps = sorted({step for values in values_by_part for step in values})
+    drawn_steps = _spread(all_steps, MOST_COLUMNS)
+    tops = [math.fsum(values.get(step) or 0.0 for values in values_by_part) for step in drawn_steps]
     y = value_scale([*tops, 0.0], BOTTOM, TOP, floor=True)
-    edges = _edges([x(step) for step in chosen], LEFT, RIGHT)
-    base = dict.fromkeys(chosen, 0.0)
+    edges = _edges([x(step) for step in drawn_steps], LEFT, RIGHT)
+    base = dict.fromkeys(drawn_steps, 0.0)
     body = []
-    for each, values in zip(parts, found, strict=True):
+    for part, values in zip(parts, values_by_part, strict=True):
         columns = []
-        for step, left, right in zip(chosen, edges, edges[1:], strict=False):
+        for step, start, right in zip(drawn_steps, edges, edges[1:], strict=False):
             value = values.get(step)
             if value:
                 low, base[step] = y(base[step]), base[step] + value
-                gap = min(1.0, (right - left) / 5)
+                gap = min(1.0, (right - start) / 5)
                 columns.append(
-                    f'<rect x="{left:.1f}" y="{y(base[step]):.2f}" width="{right - left - gap:.1f}" '
+                    f'<rect x="{start:.1f}" y="{y(base[step]):.2f}" width="{right - start - gap:.1f}" '
                     f'height="{low - y(base[step]):.2f}"/>'
                 )
-        body.append(f'<g class="f{each.colour}" {each.source}>{"".join(columns)}</g>')
+        body.append(f'<g class="f{part.colour}" {part.source}>{"".join(columns)}</g>')
     return _drawing(title, x, y, [*_axes(x, y), *body], HEIGHT)
 
 
@@ -215,7 +215,7 @@ def _edges(centres: Sequence[float], low: float, high: float) -> list[float]:
     """Borders of the columns around these places, within the drawing."""
     if not centres:
         return [low, high]
-    between = [(one + other) / 2 for one, other in pairwise(centres)]
+    between = [(first + second) / 2 for first, second in pairwise(centres)]
     reach = (between[0] - centres[0]) if between else 20.0
     return [
         max(low, centres[0] - reach),

@@ -49,9 +49,9 @@ def number(value: float | None) -> str:
     return f'<data value="{value!r}" title="{value!r}">{short(value)}</data>'
 
 
-def section(title: str, body: str, whose: str = "") -> str:
-    """A section of the page; `whose` is the name of its run, where there are several."""
-    return f"<section><h2>{escape(f'{title}: {whose}' if whose else title)}</h2>{body}</section>"
+def section(title: str, body: str, run_name: str = "") -> str:
+    """A section of the page; `run_name` is the name of its run, where there are several."""
+    return f"<section><h2>{escape(f'{title}: {run_name}' if run_name else title)}</h2>{body}</section>"
 
 
 def table(head: Sequence[str], rows: Iterable[str]) -> str:

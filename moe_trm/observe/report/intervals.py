@@ -95,7 +95,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         signs = [(1,) * num, *([draw.choice((1, -1)) for _ in range(num)] for _ in range(RESAMPLES))]
     slack = 1e-12 * max(map(abs, differences), default=0.0)
     sums = [math.fsum(sign * value for sign, value in zip(flips, differences, strict=True)) for flips in signs]
-    return sum(abs(each) >= seen - slack for each in sums) / len(sums)
+    return sum(abs(total) >= seen - slack for total in sums) / len(sums)
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ def _resampled(values: Sequence[float]) -> list[tuple[float, float]]:
     if num > MOST_RESAMPLED_EXACTLY:
         draw = random.Random(0)
         return [(mean(draw.choices(values, k=num)), 1 / RESAMPLES) for _ in range(RESAMPLES)]
-    found = []
+    outcomes = []
     for places in combinations_with_replacement(range(num), num):
         ways = math.factorial(num)
         for place in set(places):
             ways //= math.factorial(places.count(place))
-        found.append((math.fsum(values[place] for place in places) / num, ways / num**num))
-    return found
+        outcomes.append((math.fsum(values[place] for place in places) / num, ways / num**num))
+    return outcomes
 
 
 def _first_beyond(means: Sequence[tuple[float, float]], tail: float) -> float:

@@ -51,8 +51,8 @@ def lost_servers(run: Run, *, many: bool) -> str:
         for change in changes
     )
     away = sorted(url for url, lost in {change.url: change.lost for change in changes}.items() if lost)
-    now = f'<p class="warning">Out of service at the last look: {escape(", ".join(away))}</p>' if away else ""
-    return section("Rollout servers", now + table(("time", "server", "state"), rows), run.name if many else "")
+    away_note = f'<p class="warning">Out of service at the last look: {escape(", ".join(away))}</p>' if away else ""
+    return section("Rollout servers", away_note + table(("time", "server", "state"), rows), run.name if many else "")
 
 
 def changed_settings(run: Run, *, many: bool) -> str:
@@ -85,9 +85,9 @@ def linted(run: Run, *, many: bool) -> str:
     if not run.config or patterns == []:
         return ""
     rows = (
-        f'<tr class="note"><th scope="row">{escape(one.name)}</th><td>{escape(one.reason)}</td>'
-        f"<td><code>{escape(one.advice)}</code></td></tr>"
-        for one in patterns or ()
+        f'<tr class="note"><th scope="row">{escape(pattern.name)}</th><td>{escape(pattern.reason)}</td>'
+        f"<td><code>{escape(pattern.advice)}</code></td></tr>"
+        for pattern in patterns or ()
     )
     unread = "<p>Not looked for: this version does not know all settings of the run.</p>"
     shown = unread if patterns is None else table(("name", "why", "try"), rows)

@@ -36,12 +36,12 @@ def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -
     links = "".join(_link(turn, columns, lanes, place) for place, turn in enumerate(turns))
     marks = "".join(_mark(turns, place, row, columns, lanes, end=place in ends) for place in range(len(turns)))
     root = f'<rect class="root" x="{EDGE - 5:g}" y="{EDGE - 5:g}" width="10" height="10"><title>prompt</title></rect>'
-    said = f"{len(turns)} answers in {len(ends)} branches{_over(turns)}"
+    summary = f"{len(turns)} answers in {len(ends)} branches{_over(turns)}"
     return (
         f'<figure class="session"><div class="wide"><svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="Session of {escape(said)}">{links}{root}{marks}</svg></div>'
-        f'<figcaption class="note">Session of {said}, reward {number(reward)}. Filled: trained in this row. Ring: in '
-        "another row. Dashed ring: in none. Dashed line: a cut, where the ids before could not be continued."
+        f'height="{height:g}" role="img" aria-label="Session of {escape(summary)}">{links}{root}{marks}</svg></div>'
+        f'<figcaption class="note">Session of {summary}, reward {number(reward)}. Filled: trained in this row. Ring: '
+        "in another row. Dashed ring: in none. Dashed line: a cut, where the ids before could not be continued."
         "</figcaption></figure>"
     )
 

@@ -52,7 +52,7 @@ class ProofCheck:
 def checks(run: Run) -> list[ProofCheck]:
     """Conditions that must hold at every step, and the alarms."""
     bound = run.config.get("replay", {}).get("max_local_flip_rate", 1.0)
-    found = [
+    proofs = [
         _worst(run, "Replayed token-layers that used their recorded route",
                "replay/applied_fraction", min, lambda v: v == 1.0),
         _worst(run, "Tokens that the first update pass did not reproduce bit for bit",
@@ -65,7 +65,7 @@ def checks(run: Run) -> list[ProofCheck]:
     ]  # fmt: skip
     rollout = run.config.get("rollout", {})
     if rounding := rollout.get("quantization") or rollout.get("fake_quantization"):
-        found.append(
+        proofs.append(
             ProofCheck(
                 f"The rollout's weights are rounded ({rounding}): "
                 "the engine mismatch is the distance of two policies, no fault",
@@ -73,7 +73,7 @@ def checks(run: Run) -> list[ProofCheck]:
                 "note",
             )
         )
-    return [*found, _books(run)]
+    return [*proofs, _books(run)]
 
 
 def _books(run: Run) -> ProofCheck:
@@ -125,10 +125,10 @@ class Saying:
 
 def sayings(run: Run) -> list[Saying]:
     """The verdicts of a run, one for each change."""
-    changes, said = VerdictChanges(), []
+    changes, entries = VerdictChanges(), []
     for row in run.rows:
         if changes.of(row):
-            said.append(
+            entries.append(
                 Saying(
                     int(row["step"]),
                     row.get("time/unix_s"),
@@ -137,7 +137,7 @@ def sayings(run: Run) -> list[Saying]:
                     _state(row),
                 )
             )
-    return said
+    return entries
 
 
 def _state(row: Any) -> State:

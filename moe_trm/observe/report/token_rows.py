@@ -36,7 +36,10 @@ class Transcript:
         """Kind of each token: part of the prompt, sampled by the policy, or given later (by a tool, a template)."""
         sampled = self.row.record.sampled
         first = int(sampled.argmax()) if sampled.any() else len(sampled)
-        return ["sampled" if own else "prompt" if place < first else "given" for place, own in enumerate(sampled)]
+        return [
+            "sampled" if is_sampled else "prompt" if place < first else "given"
+            for place, is_sampled in enumerate(sampled)
+        ]
 
 
 def name_of(record: RolloutRecord) -> str:
@@ -52,7 +55,7 @@ def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correc
     scored = [False, *evidence.mask[place, :width].tolist()]
 
     def column(values: Sequence[float]) -> list[float | None]:
-        return [value if known else None for value, known in zip([0.0, *values], scored, strict=True)]
+        return [value if is_scored else None for value, is_scored in zip([0.0, *values], scored, strict=True)]
 
     advantages = evidence.advantages[place][evidence.mask[place]].double()
     keep = [False, *correction.keep[place, :width].tolist()]
@@ -62,5 +65,5 @@ def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correc
         ratio,
         log_ratio=column(evidence.ratios.get(ratio)[place, :width].tolist()),
         weight=column(correction.weights[place, :width].tolist()),
-        keep=[kept if known else None for kept, known in zip(keep, scored, strict=True)],
+        keep=[kept if is_scored else None for kept, is_scored in zip(keep, scored, strict=True)],
     )

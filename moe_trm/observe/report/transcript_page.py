@@ -16,15 +16,17 @@ PALEST, DARKEST = -4.0, 0.0
 
 def transcript_page(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) -> str:
     """The transcripts of one step; `pieces` are the texts of their tokens."""
-    articles = "\n".join(_article(number, *both) for number, both in enumerate(zip(transcripts, pieces, strict=True)))
+    articles = "\n".join(
+        _article(number, *article_parts) for number, article_parts in enumerate(zip(transcripts, pieces, strict=True))
+    )
     body = f"<header><h1>Transcripts of step {step}</h1>{_LEGEND}</header>\n{articles}"
     return document(f"Transcripts of step {step}", body, {"step": step, "rollouts": _data(transcripts, pieces)})
 
 
 def _data(transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) -> list[Mapping[str, object]]:
     rollouts: list[Mapping[str, object]] = []
-    for each, texts in zip(transcripts, pieces, strict=True):
-        record = each.row.record
+    for entry, texts in zip(transcripts, pieces, strict=True):
+        record = entry.row.record
         logprobs: list[float | None] = [None] * record.num_tokens
         for place, value in zip(record.sampled.nonzero()[0].tolist(), record.rollout_logprobs.tolist(), strict=True):
             logprobs[place] = value
@@ -35,28 +37,28 @@ def _data(transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) ->
                 "session": list(record.session),
                 "prompt_id": record.prompt_id,
                 "reward": record.reward,
-                "advantage": each.advantage,
-                "ratio": each.ratio,
+                "advantage": entry.advantage,
+                "ratio": entry.ratio,
                 "texts": list(texts),
                 "ids": record.tokens.tolist(),
-                "kinds": each.kinds,
+                "kinds": entry.kinds,
                 "turns": record.turn_ids.tolist(),
                 "rollout_logprobs": logprobs,
-                "log_ratio": list(each.log_ratio),
-                "weight": list(each.weight),
-                "keep": list(each.keep),
+                "log_ratio": list(entry.log_ratio),
+                "weight": list(entry.weight),
+                "keep": list(entry.keep),
             }
         )
     return rollouts
 
 
-def _article(place: int, each: Transcript, texts: Sequence[str]) -> str:
-    record, kinds = each.row.record, each.kinds
-    tokens = "".join(_token(each, kinds, index, text) for index, text in enumerate(texts))
-    rejected = sum(value is False for value in each.keep)
+def _article(place: int, entry: Transcript, texts: Sequence[str]) -> str:
+    record, kinds = entry.row.record, entry.kinds
+    tokens = "".join(_token(entry, kinds, index, text) for index, text in enumerate(texts))
+    rejected = sum(value is False for value in entry.keep)
     facts = [
         f"reward {number(record.reward)}",
-        f"advantage {number(each.advantage)}",
+        f"advantage {number(entry.advantage)}",
         f"{number(float(record.num_sampled))} tokens sampled",
         f"{number(float(rejected))} rejected",
         f"ended by {escape(record.finish_reason)}",
@@ -72,13 +74,13 @@ def _article(place: int, each: Transcript, texts: Sequence[str]) -> str:
     )
 
 
-def _token(each: Transcript, kinds: Sequence[str], index: int, text: str) -> str:
-    value = each.log_ratio[index]
+def _token(entry: Transcript, kinds: Sequence[str], index: int, text: str) -> str:
+    value = entry.log_ratio[index]
     shown = escape(text).replace("\n", "↵\n") if text else "·"
     if value is None:
         return f'<span class="{kinds[index]}">{shown}</span>'
     shade = _shade(value)
-    rejected = " rejected" if each.keep[index] is False else ""
+    rejected = " rejected" if entry.keep[index] is False else ""
     return (
         f'<span class="sampled {"more" if value > 0 else "less"}{rejected}" style="--shade:{shade:.2f}">{shown}</span>'
     )

@@ -31,21 +31,23 @@ def state(run: Run, *, many: bool) -> str:
     about += _methods(run.config)
     notes = f'<pre class="warning failure">{escape(trouble)}</pre>' if trouble else ""
     notes += "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
-    whose = f"<strong>{escape(run.name)}</strong> " if many else ""
-    return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
+    run_label = f"<strong>{escape(run.name)}</strong> " if many else ""
+    return f'<p class="about">{run_label}{escape(" · ".join(about))}</p>{notes}'
 
 
 def chosen(runs: Sequence[Run]) -> str:
     """The value of every `auto` and why, folded: once where all runs have it, else with the names of those that do."""
-    whose: dict[str, list[str]] = {}
+    runs_by_choice: dict[str, list[str]] = {}
     for run in runs:
         for choice in run.choices:
-            whose.setdefault(choice, []).append(run.name)
-    if not whose:
+            runs_by_choice.setdefault(choice, []).append(run.name)
+    if not runs_by_choice:
         return ""
-    told = [line if len(names) == len(runs) else f"{line} ({', '.join(names)})" for line, names in whose.items()]
-    items = "".join(f"<li>{escape(line)}</li>" for line in told)
-    many = "1 setting was" if len(whose) == 1 else f"{len(whose)} settings were"
+    lines = [
+        line if len(names) == len(runs) else f"{line} ({', '.join(names)})" for line, names in runs_by_choice.items()
+    ]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    many = "1 setting was" if len(runs_by_choice) == 1 else f"{len(runs_by_choice)} settings were"
     return f"<details><summary>{many} chosen by auto</summary><ul>{items}</ul></details>"
 
 
@@ -60,31 +62,31 @@ def _methods(config: Mapping[str, Any]) -> list[str]:
 
 def verdict_now(run: Run, *, many: bool) -> str:
     """The latest verdict and its advice."""
-    said = sayings(run)
-    if not said:
+    entries = sayings(run)
+    if not entries:
         return ""
-    latest = said[-1]
-    whose = f"{escape(run.name)}: " if many else ""
+    latest = entries[-1]
+    run_label = f"{escape(run.name)}: " if many else ""
     advice = f"<p>Try <code>{escape(latest.setting)}</code></p>" if latest.setting else ""
     head = (
         "Nothing to change" if latest.state == "good" else "Look at this" if latest.state == "bad" else "No fault found"
     )
     return (
-        f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{whose}{head}</h2>'
-        f"<p>{escape(run.rows[-1].get('verdict', latest.sentence))}</p>{advice}{_ribbon(run, said)}</section>"
+        f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{run_label}{head}</h2>'
+        f"<p>{escape(run.rows[-1].get('verdict', latest.sentence))}</p>{advice}{_ribbon(run, entries)}</section>"
     )
 
 
-def _ribbon(run: Run, said: Sequence[Saying]) -> str:
+def _ribbon(run: Run, entries: Sequence[Saying]) -> str:
     """The verdicts over the run as one strip."""
-    first, last = said[0].step, run.last_step
-    if len(said) < 2:
+    first, last = entries[0].step, run.last_step
+    if len(entries) < 2:
         return ""
-    ends = [*(saying.step for saying in said[1:]), last + 1]
+    ends = [*(saying.step for saying in entries[1:]), last + 1]
     pieces = "".join(
         f'<i class="{saying.state}" style="flex-grow:{end - saying.step}" title="from step {saying.step}: '
         f'{escape(saying.sentence)}"></i>'
-        for saying, end in zip(said, ends, strict=True)
+        for saying, end in zip(entries, ends, strict=True)
     )
     return f'<div class="ribbon" aria-hidden="true">{pieces}</div><p class="note">steps {first} to {last}</p>'
 
@@ -112,13 +114,13 @@ def verdicts(runs: Sequence[Run]) -> str:
     """Every change of verdict."""
     rows = []
     for run in runs:
-        whose = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
-        for said in sayings(run):
-            setting = f"<code>{escape(said.setting)}</code>" if said.setting else ""
-            time = _when(said.unix_s) if said.unix_s else ""
+        run_cell = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
+        for saying in sayings(run):
+            setting = f"<code>{escape(saying.setting)}</code>" if saying.setting else ""
+            time = _when(saying.unix_s) if saying.unix_s else ""
             rows.append(
-                f'<tr class="{said.state}">{whose}<td>{said.step}</td><td>{time}</td><td>{escape(said.sentence)} '
-                f"{setting}</td></tr>"
+                f'<tr class="{saying.state}">{run_cell}<td>{saying.step}</td><td>{time}</td>'
+                f"<td>{escape(saying.sentence)} {setting}</td></tr>"
             )
     head = ("run",) if len(runs) > 1 else ()
     return section("Verdicts", table((*head, "from step", "time", "verdict, and what to try"), rows)) if rows else ""
@@ -126,16 +128,18 @@ def verdicts(runs: Sequence[Run]) -> str:
 
 def concluded(runs: Sequence[Run]) -> str:
     """The differences of what the runs measured, and their certainty."""
-    said = "".join(f"<p>{text(sentence)}</p>" for sentence in sentences(runs))
-    found = differences(runs)
-    if not found:
-        return f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>'
+    paragraphs = "".join(f"<p>{text(sentence)}</p>" for sentence in sentences(runs))
+    all_differences = differences(runs)
+    if not all_differences:
+        return f'<section class="conclusion"><h2>Conclusion</h2>{paragraphs}</section>'
     arms = configurations(runs)
     rows = []
-    for measure in dict.fromkeys(each.measure for each in found):
-        own = {each.other.label: each for each in found if each.measure is measure}
-        first = next(iter(own.values()))
-        cells = [f"<td>{short(own[arm.label].other_value)}<br>{escape(own[arm.label].told)}</td>" for arm in arms[1:]]
+    for measure in dict.fromkeys(difference.measure for difference in all_differences):
+        by_arm = {difference.other.label: difference for difference in all_differences if difference.measure is measure}
+        first = next(iter(by_arm.values()))
+        cells = [
+            f"<td>{short(by_arm[arm.label].other_value)}<br>{escape(by_arm[arm.label].told)}</td>" for arm in arms[1:]
+        ]
         name = f"{escape(measure.words)}<br>{escape(first.when.lower())}"
         rows.append(f"<tr><th scope=row>{name}</th><td>{short(first.first_value)}</td>{''.join(cells)}</tr>")
     head = "".join(f"<th>{escape(arm.label)}</th>" for arm in arms)
@@ -144,7 +148,7 @@ def concluded(runs: Sequence[Run]) -> str:
         "common steps; evaluations are those of the last common step. Intervals are over seeds."
     )
     return (
-        f'<section class="conclusion"><h2>Conclusion</h2>{said}<div class="wide"><table class="rows matrix">'
+        f'<section class="conclusion"><h2>Conclusion</h2>{paragraphs}<div class="wide"><table class="rows matrix">'
         f"<tr><th>figure</th>{head}</tr>{''.join(rows)}</table></div>"
         f'<p class="note">{escape(note)}</p></section>'
     )
@@ -152,22 +156,24 @@ def concluded(runs: Sequence[Run]) -> str:
 
 def compared(runs: Sequence[Run]) -> str:
     """The settings that are not the same in all runs."""
-    every = [flatten(run.config) for run in runs]
-    differing = dict.fromkeys(key for other in every[1:] for key in different_keys(every[0], other))
+    flat_configs = [flatten(run.config) for run in runs]
+    differing = dict.fromkeys(
+        key for flat_config in flat_configs[1:] for key in different_keys(flat_configs[0], flat_config)
+    )
     keys = [key for key in differing if key != "name"]
-    both = [key for key in keys if all(key in flat for flat in every)]
-    lone = [key for key in keys if key not in both]
+    common = [key for key in keys if all(key in flat for flat in flat_configs)]
+    lone = [key for key in keys if key not in common]
 
     def listed(keys: Sequence[str]) -> str:
         rows = (
             f"<tr><th scope=row><code>{escape(key)}</code></th>"
-            + "".join(f"<td>{text(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in every)
+            + "".join(f"<td>{text(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in flat_configs)
             + "</tr>"
             for key in keys
         )
         return table(("setting", *(run.name for run in runs)), rows)
 
-    main = listed(both) if both else "<p>None.</p>"
+    main = listed(common) if common else "<p>None.</p>"
     more = (
         f"<details><summary>{len(lone)} settings that only some of them have</summary>{listed(lone)}</details>"
         if lone
@@ -198,8 +204,8 @@ def settings(run: Run) -> str:
         for key, value in flatten(run.config).items()
     )
     again = f"moe-trm train {shlex.quote(str(run.folder / 'config.json'))} name={shlex.quote(run.name + '-again')}"
-    every = f"<details><summary>Every setting</summary>{table((), rows)}</details>"
-    return section("Run it again", f"<pre><code>{escape(again)}</code></pre>{every}", run.name)
+    all_settings = f"<details><summary>Every setting</summary>{table((), rows)}</details>"
+    return section("Run it again", f"<pre><code>{escape(again)}</code></pre>{all_settings}", run.name)
 
 
 def everything(runs: Sequence[Run]) -> str:

@@ -142,7 +142,7 @@ class AgentSampler:
             raise RecordRejected("empty_output", "the agent got no answer", got=0, expected="at least 1 answer")
         leaf = session.tree.nodes[-1]
         finish_reason = "length" if session.ended else leaf.turn.finish_reason
-        found = session_rows(
+        rows = session_rows(
             session.tree,
             "last" if bare else self._rows,
             prompt_id=prompt.prompt_id,
@@ -152,15 +152,15 @@ class AgentSampler:
             finish_reason=finish_reason,
         )
         if returned is None:
-            begun = replace(prompt, token_ids=leaf.path()[0].context.added)
-            reward = await score(self._task, begun, spoken(leaf, prompt.prompt_id, finish_reason))
+            first_prompt = replace(prompt, token_ids=leaf.path()[0].context.added)
+            reward = await score(self._task, first_prompt, spoken(leaf, prompt.prompt_id, finish_reason))
         else:
             reward = read_reward(
                 returned, self._task.reward_weights, prompt.prompt_id, prefix="rollout", place=self._host.place
             )
         if not bare:
-            self._count_rows(found)
-        return rewarded(found.sample, reward)
+            self._count_rows(rows)
+        return rewarded(rows.sample, reward)
 
     async def _run(self, prompt: Prompt, session: LiveSession, address: Address) -> Any:
         """The agent's result. A fault of the engine ends the call, whatever the agent makes of it."""
@@ -198,13 +198,11 @@ class AgentSampler:
         self._totals["sessions"] += 1
         self._totals["branches"] += len(tree.leaves())
 
-    def _count_rows(self, found: SessionRows) -> None:
-        self._totals.update(found.counts)
-        for rejection in found.rejections:
+    def _count_rows(self, rows: SessionRows) -> None:
+        self._totals.update(rows.counts)
+        for rejection in rows.rejections:
             if self._totals[f"rejected_rows/{rejection.reason}"] <= NUM_TOLD:
-                log.warning(
-                    "a row of sample %d rejected as %s: %s", found.sample.sample_id, rejection.reason, rejection
-                )
+                log.warning("a row of sample %d rejected as %s: %s", rows.sample.sample_id, rejection.reason, rejection)
 
 
 async def _nothing_to_ask(op: str, arguments: Mapping[str, Any]) -> NoReturn:

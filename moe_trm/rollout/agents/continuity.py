@@ -65,11 +65,15 @@ def _tried(template: ChatTemplate, *, tools: bool, thinks: bool) -> Iterator[Sit
     yield _outcome("the user's next message", template, answer, question, none)
     yield _outcome("the user's next message behind thinking", template, thought, question, none)
     if tools:
-        given = TemplateOptions(tools=(TOOL,))
-        yield _outcome("a tool's result", template, call, result, given)
+        options_with_tool = TemplateOptions(tools=(TOOL,))
+        yield _outcome("a tool's result", template, call, result, options_with_tool)
         if thinks:
             yield _outcome(
-                "a tool's result behind thinking", template, call | {"reasoning_content": THOUGHT}, result, given
+                "a tool's result behind thinking",
+                template,
+                call | {"reasoning_content": THOUGHT},
+                result,
+                options_with_tool,
             )
     yield Situation("midnight", _dated(template.render([_user("?")], none)))
     yield Situation("texts between answers", _reads_back(template))
@@ -80,15 +84,15 @@ def _outcome(
 ) -> Situation:
     asked = [_user("what?")]
     try:
-        begun, before = template.render(asked, options, opens_answer=False), template.render(asked, options)
+        closed, opened = template.render(asked, options, opens_answer=False), template.render(asked, options)
         answered = template.render([*asked, answer], options, opens_answer=False)
         behind = template.render([*asked, answer, message], options)
     except CheckpointError as error:
         return Situation(name, f"the template cannot write it ({error.got or error.what})")
-    if not answered.startswith(before):
-        opens = answered.startswith(begun)
+    if not answered.startswith(opened):
+        opens = answered.startswith(closed)
         fact = "opens an answer otherwise than it writes it later" if opens else "changes what came before"
-        return Situation(name, f"the template {fact}: {_change(before, answered)}")
+        return Situation(name, f"the template {fact}: {_change(opened, answered)}")
     if "reasoning_content" in answer and THOUGHT not in answered:
         return Situation(name, "the template never writes the reasoning of an answer")
     place = answered.rfind(ANSWER)
@@ -97,7 +101,7 @@ def _outcome(
     end = place + len(ANSWER)
     thinks = "reasoning_content" in answer or "<think>" in answer["content"]
     # The policy may write an answer as the template does, or begin with its first word.
-    forms = [answered[:end], *([before + ANSWER] if answer["content"] == ANSWER and not thinks else [])]
+    forms = [answered[:end], *([opened + ANSWER] if answer["content"] == ANSWER and not thinks else [])]
     for kept in forms:
         if behind.startswith(kept):
             same_end = template.shared(answered[end:], behind[len(kept) :]) is not None
@@ -111,9 +115,9 @@ def _outcome(
 
 def _dated(text: str) -> str:
     """The reason that `text` is another one tomorrow; empty where it is not."""
-    now = datetime.now().astimezone()
-    found = [date for date in (now.strftime(form) for form in DATES) if date in text]
-    return f"the template writes today's date ({found[0]}): a conversation is cut at midnight" if found else ""
+    today = datetime.now().astimezone()
+    dates = [date for date in (today.strftime(form) for form in DATES) if date in text]
+    return f"the template writes today's date ({dates[0]}): a conversation is cut at midnight" if dates else ""
 
 
 def _reads_back(template: ChatTemplate) -> str:
@@ -124,18 +128,18 @@ def _reads_back(template: ChatTemplate) -> str:
     return "" if got == new else f"the tokenizer reads them as other text: {_change(new, got)}"
 
 
-def _change(one: str, other: str) -> str:
+def _change(first: str, second: str) -> str:
     """The place where two texts part, as both have it."""
-    pairs = zip(one, other, strict=False)
-    place = next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(first, second, strict=False)
+    place = next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
     start = max(0, place - SHOWN // 2)
-    return f"{one[start : place + SHOWN // 2]!r} becomes {other[start : place + SHOWN // 2]!r}"
+    return f"{first[start : place + SHOWN // 2]!r} becomes {second[start : place + SHOWN // 2]!r}"
 
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def cut(found: Sequence[Situation]) -> list[Situation]:
+def cut(situations_seen: Sequence[Situation]) -> list[Situation]:
     """The situations in which a session begins another branch."""
-    return [situation for situation in found if situation.why]
+    return [situation for situation in situations_seen if situation.why]

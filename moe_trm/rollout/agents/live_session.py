@@ -191,11 +191,11 @@ class LiveSession:
             self.ended = True
             raise ApiError(400, f"rollout.max_turns allows {limits.turns} answers", code="turn_limit")
         stops = one_token_stops(options.stop, self._policy.tokens.encode_plain)
-        own = self.params.stop_token_ids
+        stop_ids = self.params.stop_token_ids
         return replace(
             self.params,
             max_new_tokens=min(self.params.max_new_tokens, room, options.max_tokens or room),
-            stop_token_ids=(*own, *(token for token in dict.fromkeys(stops) if token not in own)),
+            stop_token_ids=(*stop_ids, *(token for token in dict.fromkeys(stops) if token not in stop_ids)),
             stop_texts=options.stop,
         )
 
@@ -209,8 +209,8 @@ class LiveSession:
         message = self._policy.reader(body, tools)
         if tools and end and "tool_calls" not in message:
             # Some parsers want the token that ends a call (gpt-oss).
-            whole = self._policy.reader(body + end, tools)
-            message = whole if "tool_calls" in whole else message
+            full_message = self._policy.reader(body + end, tools)
+            message = full_message if "tool_calls" in full_message else message
         for call in message.get("tool_calls", ()):
             # Nine letters and digits: some templates take no other ids.
             call["id"] = f"call{self._calls:05d}"

@@ -66,9 +66,9 @@ def same_reasoning(one: Message, other: Message) -> bool:
 def reads_as(answer: Message, message: Message) -> bool:
     """True when `message` has content, reasoning and calls of `answer`, apart from surrounding white space."""
 
-    def stripped(one: Message) -> object:
-        calls = _essence(one)[2]
-        return one["content"].strip(), one.get("reasoning_content", "").strip(), calls
+    def stripped(message: Message) -> object:
+        calls = _essence(message)[2]
+        return message["content"].strip(), message.get("reasoning_content", "").strip(), calls
 
     return stripped(answer) == stripped(message)
 

@@ -67,9 +67,9 @@ class AnswerReader:
         """Reasoning and the rest. SGLang's parsers want no white space in front of reasoning; GLM-4.5 writes some."""
         if self._reasoning is None:
             return "", text
-        begun = text.lstrip()
-        reasoning, content = self._reasoning(begun)
-        return (reasoning, content) if reasoning or content != begun else ("", text)
+        stripped = text.lstrip()
+        reasoning, content = self._reasoning(stripped)
+        return (reasoning, content) if reasoning or content != stripped else ("", text)
 
 
 def build_reader(tool_parser: str | None, reasoning_parser: str | None) -> AnswerReader:

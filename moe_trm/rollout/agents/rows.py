@@ -39,9 +39,9 @@ class SessionRows:
     @property
     def counts(self) -> Counter[str]:
         """`rows`, `left_out_tokens`, and `rejected_rows/<reason>`."""
-        found = Counter({"rows": len(self.sample.rows), "left_out_tokens": self.left_out})
-        found.update(f"rejected_rows/{rejection.reason}" for rejection in self.rejections)
-        return found
+        counter = Counter({"rows": len(self.sample.rows), "left_out_tokens": self.left_out})
+        counter.update(f"rejected_rows/{rejection.reason}" for rejection in self.rejections)
+        return counter
 
 
 def session_rows(
@@ -66,9 +66,9 @@ def session_rows(
     row_of: dict[Node, int] = {}
     reasons: dict[Node, str] = {}
     for end in _ends(tree, how):
-        own = [end] if how == "turns" else [node for node in end.path() if node not in row_of]
+        trained_nodes = [end] if how == "turns" else [node for node in end.path() if node not in row_of]
         try:
-            record = conversation_of(end, prompt_id, trained=own).record(
+            record = conversation_of(end, prompt_id, trained=trained_nodes).record(
                 sample_id=sample_id,
                 group_id=group_id,
                 keep_changed=keep_changed,
@@ -77,16 +77,16 @@ def session_rows(
             )
         except RecordRejected as rejection:
             rejections.append(rejection)
-            reasons |= {node: reasons.get(node, rejection.reason) for node in own}
+            reasons |= {node: reasons.get(node, rejection.reason) for node in trained_nodes}
             continue
-        row_of |= dict.fromkeys(own, len(records))
+        row_of |= dict.fromkeys(trained_nodes, len(records))
         records.append(record)
     if not records:
         raise rejections[0]
     shape = _shape(tree, row_of, reasons)
-    first, *others = (replace(record, session=shape) for record in records)
+    first, *further = (replace(record, session=shape) for record in records)
     left_out = sum(turn.sampled for turn in shape if turn.row < 0)
-    return SessionRows(replace(first, further=tuple(others)), tuple(rejections), left_out)
+    return SessionRows(replace(first, further=tuple(further)), tuple(rejections), left_out)
 
 
 def spoken(leaf: Node, prompt_id: str, finish_reason: str) -> RolloutRecord:

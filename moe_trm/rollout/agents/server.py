@@ -187,9 +187,9 @@ class AgentServer:
         shown = _key(request).encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(shown, key) or session is None:
             raise ApiError(401, "no such session, or not its key", code="invalid_api_key")
-        known = self._strangers.pop(request.protocol, None)
-        if known is not None:
-            known.cancel()
+        handle = self._strangers.pop(request.protocol, None)
+        if handle is not None:
+            handle.cancel()
         return session
 
     def _answers_in(self, dialect: Dialect) -> _Handler:

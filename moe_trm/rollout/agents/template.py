@@ -80,14 +80,14 @@ class ChatTemplate:
     def shared(self, last: str, between: str) -> str | None:
         """The beginning that two texts behind an answer share; None where they begin with different tokens."""
         pairs = zip(last, between, strict=False)
-        same = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = "".join(character for character, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         first_tokens = [self.decode(self.encode(text)[:1]) for text in (last, between)]
         return None if all(len(token) > len(same) for token in first_tokens) else same
 
     def _behind_mark(self, talk: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
         """The text behind the marked answer; empty where the template does not write it as it is."""
-        _, found, behind = self._render(talk, options, opens_answer=opens_answer).rpartition(ANSWER_MARK)
-        return behind if found else ""
+        _, separator, behind = self._render(talk, options, opens_answer=opens_answer).rpartition(ANSWER_MARK)
+        return behind if separator else ""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """See `Template.encode`."""
@@ -107,17 +107,19 @@ class ChatTemplate:
         return text
 
     def _render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
-        whole = [_with_thinking(message) for message in messages]
+        with_thinking = [_with_thinking(message) for message in messages]
         # Some templates put arguments together as text, others write a mapping as JSON themselves. And one takes no
         # reasoning beside content and calls.
-        forms = [form(list(given)) for given in (whole, messages) for form in (list, _all_textual)]
+        forms = [
+            form(list(form_messages)) for form_messages in (with_thinking, messages) for form in (list, _all_textual)
+        ]
         refusal: CheckpointError | None = None
-        for number, given in enumerate(forms):
-            if given in forms[:number]:
+        for number, form_messages in enumerate(forms):
+            if form_messages in forms[:number]:
                 continue
             try:
                 return self._tokens.render(
-                    given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
+                    form_messages, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
                 )
             except CheckpointError as error:
                 refusal = refusal or error

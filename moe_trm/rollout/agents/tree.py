@@ -85,11 +85,11 @@ class Node:
 
     def path(self) -> list[Node]:
         """The answers of its branch from the root on, itself included."""
-        found, node = [self], self.parent
+        nodes, node = [self], self.parent
         while node is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
 
 @dataclass
@@ -159,17 +159,21 @@ class SessionTree:
 
     def completion(self, prompt: str) -> Context:
         """The context of the completion of `prompt`, which may begin with an earlier prompt and its completion."""
-        begun = [
+        started = [
             (len(node.context.text) + len(node.answer.body), -node.children, number, node)
             for number, node in enumerate(self.nodes)
             if node.context.messages is None and prompt.startswith(_shown(node))
         ]
         # Text behind a stop text was sampled, and the client never saw it.
-        found = [one for one in begun if not one[3].answer.overruns or prompt.startswith(one[3].answer.end, one[0])]
-        if not found:
-            return Context(None, None, prompt, self.template.encode_prompt(prompt), cut="stop_text" if begun else "")
-        length, _, _, node = max(found, key=lambda item: item[:3])
-        longest = max(one[0] for one in begun)
+        usable = [
+            candidate
+            for candidate in started
+            if not candidate[3].answer.overruns or prompt.startswith(candidate[3].answer.end, candidate[0])
+        ]
+        if not usable:
+            return Context(None, None, prompt, self.template.encode_prompt(prompt), cut="stop_text" if started else "")
+        length, _, _, node = max(usable, key=lambda item: item[:3])
+        longest = max(candidate[0] for candidate in started)
         rest = prompt[length:]
         rewritten = bool(node.answer.end) and not rest.startswith(node.answer.end)
         return Context(
@@ -260,11 +264,11 @@ def _with_answers(messages: Sequence[Message], leaf: Node, *, thinking: bool = F
 
     `thinking`: everywhere.
     """
-    whole = list(messages)
+    restored = list(messages)
     for place, answer in _answers(leaf):
         if thinking or same_reasoning(answer, messages[place]):
-            whole[place] = answer
-    return whole
+            restored[place] = answer
+    return restored
 
 
 def _lost_thinking(messages: Sequence[Message], leaf: Node) -> Cut:

@@ -58,17 +58,17 @@ def find_boundary(answer: TextAnswer, tail: str, closing: str | None, read: Read
     """
     rest = tail.removeprefix(answer.body)
     # What the ids end in may be nothing that the client or the template knows.
-    known = not answer.overruns and (closing is not None or not answer.end)
+    end_known = not answer.overruns and (closing is not None or not answer.end)
     if tail.startswith(answer.body):
         if answer.end and rest.startswith(answer.end):
             return TurnBoundary(rest.removeprefix(answer.end), rewritten=False)
-        if known and rest.startswith(closing or "") and (closing or answer.body):
+        if end_known and rest.startswith(closing or "") and (closing or answer.body):
             return TurnBoundary(rest, rewritten=bool(answer.end))
     if answer.message is None:
         return None
-    for mark in (answer.end, (closing or "") if known else ""):
-        head, found, behind = tail.partition(mark) if mark else (tail, "", "")
-        if found and _says(head, mark, answer.message, read):
+    for mark in (answer.end, (closing or "") if end_known else ""):
+        head, mark_found, behind = tail.partition(mark) if mark else (tail, "", "")
+        if mark_found and _says(head, mark, answer.message, read):
             return TurnBoundary(behind if mark == answer.end else mark + behind, rewritten=True)
     return None
 
@@ -84,13 +84,13 @@ def cut_at_stop(body: str, end: str, stops: Sequence[str]) -> tuple[str, str, st
     An engine looks at text after whole tokens. So the last token may have text behind the stop text; and an answer that
     a weight push interrupted in the middle of a stop text goes on. Nothing that was sampled is left out: it is the end.
     """
-    whole = body + end
-    found = [
+    full_text = body + end
+    hits = [
         (place, stop)
         for stop in stops
-        if 0 <= (place := whole.find(stop)) < len(body) or (place == len(body) and stop == end)
+        if 0 <= (place := full_text.find(stop)) < len(body) or (place == len(body) and stop == end)
     ]
-    if not found:
+    if not hits:
         return body, end, ""
-    place, stop = min(found, key=lambda one: one[0])
-    return whole[:place], whole[place:], stop
+    place, stop = min(hits, key=lambda hit: hit[0])
+    return full_text[:place], full_text[place:], stop

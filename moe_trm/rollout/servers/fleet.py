@@ -357,11 +357,11 @@ class Fleet:
                 log.info("rollout server %s is given newer weights: %s", server.http.url, error.what)
             except EngineError as error:
                 log.info("rollout server %s: %s", server.http.url, error.what)
-            if clock() > deadline and all(other.fenced for other in self.servers):
+            if clock() > deadline and all(peer.fenced for peer in self.servers):
                 self._give_up(
                     EngineError(
                         "no rollout server came back",
-                        where=", ".join(other.http.url for other in self.servers),
+                        where=", ".join(peer.http.url for peer in self.servers),
                         got=f"none within {self._patience_s:g} s",
                         expected="a server that generates",
                         fix="Look into the server's log. rollout.recovery_timeout_s says how long to wait.",

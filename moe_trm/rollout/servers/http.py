@@ -138,11 +138,11 @@ class EngineHttp:
                 size = response.content_length
                 if size is not None and size > MAX_ANSWER_BYTES:
                     raise self._too_long(method, path, size)
-                parts, left = [], MAX_ANSWER_BYTES
+                parts, room_bytes = [], MAX_ANSWER_BYTES
                 async for part in response.content.iter_any():
                     parts.append(part)
-                    if (left := left - len(part)) < 0:
-                        raise self._too_long(method, path, MAX_ANSWER_BYTES - left)
+                    if (room_bytes := room_bytes - len(part)) < 0:
+                        raise self._too_long(method, path, MAX_ANSWER_BYTES - room_bytes)
                 return response.status, b"".join(parts)
 
     def _too_long(self, method: str, path: str, size: int) -> AnswerTooLong:

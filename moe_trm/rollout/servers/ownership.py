@@ -69,8 +69,8 @@ def label_of(version: int, run: str) -> str:
 
 def version_of(label: str, run: str) -> int:
     """The version that a label names. Raises `RecordRejected` for one that no push of `run`, or of any, gave."""
-    found = _LABEL.fullmatch(label)
-    if found is None or (run and found[2] != run) or len(found[1]) > MAX_VERSION_DIGITS:
+    match = _LABEL.fullmatch(label)
+    if match is None or (run and match[2] != run) or len(match[1]) > MAX_VERSION_DIGITS:
         raise RecordRejected(
             "version_unknown",
             "the engine serves weights that no push of this run gave it",
@@ -78,13 +78,13 @@ def version_of(label: str, run: str) -> int:
             expected=label_of(0, run).replace("0", "VERSION", 1),
             fix="Push weights before the first sample, and let no other run push to this server.",
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def refuse_foreign(label: str, run: str, url: str) -> None:
     """Raise `SyncError` for weights that another run gave this server."""
-    found = _LABEL.fullmatch(label)
-    if run and found is not None and found[2] not in (None, run):
+    match = _LABEL.fullmatch(label)
+    if run and match is not None and match[2] not in (None, run):
         raise SyncError(
             "another run gives this rollout server its weights",
             where=url,
@@ -108,8 +108,8 @@ def _digest(api_key: str) -> bytes:
 
 
 def _holder(name: str) -> str:
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.connect(name)
-        process, user, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(name)
+        process, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return f"process {process} of user {user}"
     return "a process that does not say who it is"

@@ -251,18 +251,18 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log: I
         lost = (lost if taken < len(note) else 0) + len(data) - max(0, taken - len(note))
 
     with source, log:
-        begun, over = b"", False
+        partial, over = b"", False
         while not over:
             over = process.poll() is not None  # looked at before the last copy, which so misses nothing
             while data := source.read(COPIED_BYTES):
-                lines, newline, begun = (begun + data).rpartition(b"\n")
+                lines, newline, partial = (partial + data).rpartition(b"\n")
                 write(lines + newline)
             if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(written).st_size:
                 os.truncate(written, 0)
                 source.seek(0)
             if not over:
                 time.sleep(POLL_S)
-        write(begun)
+        write(partial)
     os.close(written)
 
 

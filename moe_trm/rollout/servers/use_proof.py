@@ -85,12 +85,12 @@ class UseProof:
 
     def metrics(self) -> dict[str, float]:
         """The last proof: `weights/decode_gap`, `weights/learner_gap` in nats a token, `weights/proof_s` in seconds."""
-        found = {
+        figures = {
             "weights/decode_gap": self.decode_gap,
             "weights/learner_gap": self.learner_gap,
             "weights/proof_s": self.seconds,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in figures.items() if value is not None}
 
     async def prove(self, http: EngineHttp, again: Callable[[], Awaitable[object]] | None) -> None:
         """Return when decoding, prefill and learner agree on this server, which has the weights.
@@ -128,14 +128,14 @@ class UseProof:
             )
         )
         pairs = zip(answers, prefills, strict=True)
-        decoded = [(own[1:], scored[1 - NUM_TOKENS :]) for (_, own), scored in pairs]
+        decoded = [(decoded_ids[1:], scored[1 - NUM_TOKENS :]) for (_, decoded_ids), scored in pairs]
         self.decode_gap = gap(decoded, median=self._bounds.median)
-        known = [
+        scored_pairs = [
             (np.array(text.logprobs), scored[:-NUM_TOKENS])
             for text, scored in zip(self._texts, prefills, strict=True)
             if text.logprobs
         ]
-        self.learner_gap = gap(known, median=self._bounds.median) if known else None
+        self.learner_gap = gap(scored_pairs, median=self._bounds.median) if scored_pairs else None
         self.seconds = time.perf_counter() - started
         return cause(self.decode_gap, self.learner_gap, self._bounds)
 
@@ -145,7 +145,7 @@ def gap(pairs: Iterable[tuple[Array, Array]], *, median: bool) -> float:
 
     Raises `ValueError` for other lengths.
     """
-    differences = np.concatenate([np.abs(np.subtract(one, other)) for one, other in pairs])
+    differences = np.concatenate([np.abs(np.subtract(first, second)) for first, second in pairs])
     return float(np.median(differences) if median else np.mean(differences))
 
 

@@ -123,7 +123,7 @@ class Watchdog:
 
     def _look(self, well: float) -> tuple[str | None, bool]:
         """The fault to act on, if there is one, and whether all is well."""
-        begun, before = time.monotonic(), self._activity()
+        started_s, activity_before = time.monotonic(), self._activity()
         if self._speaks():
             self._spoke = True
             if self._server.answers(self._server.backend.health_path, patient(HEALTH_S)):
@@ -132,7 +132,7 @@ class Watchdog:
             return None, False
         elif died := self._death():
             return died, False
-        elif not self._worked(before, time.monotonic() - begun):
+        elif not self._worked(activity_before, time.monotonic() - started_s):
             return f"neither answered nor computed for {self._settings.silence_timeout_s:g} s", False
         # A large weight update keeps the engine from generating, and a loaded machine from answering; only a long
         # standstill is a fault.
@@ -142,18 +142,18 @@ class Watchdog:
     def _speaks(self) -> bool:
         """True when the server's process answers in time."""
         until = time.monotonic() + self._settings.silence_timeout_s
-        while (left := until - time.monotonic()) > 0 and not self._death():
-            if self._server.answers(self._server.backend.alive_path, left):
+        while (remaining_s := until - time.monotonic()) > 0 and not self._death():
+            if self._server.answers(self._server.backend.alive_path, remaining_s):
                 return True
-            if self._ending.wait(min(POLL_S, left)):
+            if self._ending.wait(min(POLL_S, remaining_s)):
                 return False
         # Where the whole machine was paused, time has passed in which the server could not answer.
         return self._server.answers(self._server.backend.alive_path, LAST_ASK_S)
 
-    def _worked(self, before: Activity | None, seconds: float) -> bool:
+    def _worked(self, earlier: Activity | None, seconds: float) -> bool:
         """True when the process that should have answered was busy meanwhile. Said once until it answers."""
-        now = self._activity()
-        busy = before is not None and now is not None and now.busy_since(before, seconds)
+        latest = self._activity()
+        busy = earlier is not None and latest is not None and latest.busy_since(earlier, seconds)
         if busy and self._spoke:
             log.warning("the rollout server has not answered for %.0f s, but is at work: it gets more time", seconds)
             self._spoke = False

@@ -98,8 +98,8 @@ class Conversation:
         if not self._turns:
             raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 answer")
         length = len(self._sampled) - self._sampled[::-1].index(True)
-        own = [turn for turn, trained in zip(self._turns, self._trained, strict=True) if trained]
-        masks = [turn.sampling_mask for turn in own if turn.sampling_mask is not None]
+        trained_turns = [turn for turn, trained in zip(self._turns, self._trained, strict=True) if trained]
+        masks = [turn.sampling_mask for turn in trained_turns if turn.sampling_mask is not None]
         record = RolloutRecord(
             sample_id=sample_id,
             group_id=group_id,
@@ -107,9 +107,9 @@ class Conversation:
             tokens=np.array(self._tokens[:length], np.int32),
             sampled=np.array(self._sampled[:length], bool),
             turn_ids=np.array(self._turn_ids[:length], np.int16),
-            rollout_logprobs=_joined([turn.rollout_logprobs for turn in own]),
-            full_logprobs=_joined([turn.full_logprobs for turn in own]),
-            versions=_joined([turn.versions for turn in own]),
+            rollout_logprobs=_joined([turn.rollout_logprobs for turn in trained_turns]),
+            full_logprobs=_joined([turn.full_logprobs for turn in trained_turns]),
+            versions=_joined([turn.versions for turn in trained_turns]),
             routes=self._trusted_routes(keep_changed=keep_changed),
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
@@ -165,10 +165,10 @@ def _recomputed(turn: SampledTurn, number: int) -> RecordRejected:
     )
 
 
-def _continue(known: RouteRecord | None, further: RouteRecord) -> RouteRecord:
-    if known is None:
+def _continue(so_far: RouteRecord | None, further: RouteRecord) -> RouteRecord:
+    if so_far is None:
         return further
     try:
-        return extend(known, further, known.num_rows)
+        return extend(so_far, further, so_far.num_rows)
     except RouteError as error:
         raise routes_rejected(error) from error

@@ -43,8 +43,8 @@ def in_channels(text: str) -> str:
     That one wants the header from `<|start|>` on, which is part of the prompt, and the recipient behind the channel.
     The template of gpt-oss writes the recipient in front.
     """
-    begun = text if text.startswith("<|start|>") else f"<|start|>assistant{text}"
-    return TEMPLATES_CALL.sub(r"<|start|>assistant<|channel|>commentary to=\1 <|constrain|>\2<|message|>", begun)
+    channel_text = text if text.startswith("<|start|>") else f"<|start|>assistant{text}"
+    return TEMPLATES_CALL.sub(r"<|start|>assistant<|channel|>commentary to=\1 <|constrain|>\2<|message|>", channel_text)
 
 
 TEMPLATES_CALL = re.compile(r"<\|start\|>assistant to=(\S+?)<\|channel\|>commentary (\w+)<\|message\|>")
@@ -65,13 +65,13 @@ def reasoning_parser(name: str, key: str) -> Callable[[str], tuple[str, str]]:
     return parse
 
 
-def _check(name: str, key: str, known: Mapping[str, object]) -> None:
-    if name not in known:
+def _check(name: str, key: str, choices: Mapping[str, object]) -> None:
+    if name not in choices:
         raise ConfigError(
             "SGLang has no such parser",
             where=f"config key {key}",
             got=name,
-            expected=", ".join(sorted(known)),
+            expected=", ".join(sorted(choices)),
         )
 
 

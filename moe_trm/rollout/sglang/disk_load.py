@@ -46,10 +46,10 @@ def verified_checksums(push: WeightPush, shape: EngineShape | None, *, lot_bytes
             memory, names = Memory(), chain.from_iterable(lot)
             return [name for name in names if not _take(push, entries[name], shards, checksums, memory)]
 
-        found: Iterable[list[str]] = map(damaged_in, lots)
+        damaged_lists: Iterable[list[str]] = map(damaged_in, lots)
         if len(lots) > 1 and HASH_THREADS > 1:
-            found = opened.enter_context(ThreadPoolExecutor(HASH_THREADS)).map(damaged_in, lots)
-        damaged = sorted(chain.from_iterable(found))
+            damaged_lists = opened.enter_context(ThreadPoolExecutor(HASH_THREADS)).map(damaged_in, lots)
+        damaged = sorted(chain.from_iterable(damaged_lists))
     if damaged:
         raise SyncError(
             "files of the push differ from the learner's memory",

@@ -21,15 +21,15 @@ async def greedy_tokens(http: EngineHttp, token_ids: Sequence[int], count: int) 
 
 async def scores_of(http: EngineHttp, token_ids: Sequence[int]) -> Array:
     """See `ServerBackend.prefilled`. A prefill whose log-probs begin at the first token takes none from the cache."""
-    given = [*token_ids]
-    told, logprobs = await _asked(http, given, {"max_new_tokens": 1}, "input", logprob_start_len=0)
+    ids = [*token_ids]
+    scored_ids, logprobs = await _asked(http, ids, {"max_new_tokens": 1}, "input", logprob_start_len=0)
     # SGLang writes 0 for the last id of the vocabulary, which it takes for the place of an image.
-    if told not in (given, [0 if token == max(given) else token for token in given]):
+    if scored_ids not in (ids, [0 if token == max(ids) else token for token in ids]):
         raise EngineError(
             "the server's answer is not of the tokens that it was sent",
             where=http.url,
-            got=f"log-probs of {len(told)} tokens",
-            expected=f"those of {len(given)} tokens",
+            got=f"log-probs of {len(scored_ids)} tokens",
+            expected=f"those of {len(ids)} tokens",
             fix="It has to be an SGLang server whose model has the policy's tokens.",
         )
     return logprobs[1:]  # nothing comes before the first

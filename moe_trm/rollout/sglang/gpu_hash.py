@@ -47,10 +47,10 @@ class GpuTensorHash:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if self._rest is not None and len(self._rest):
             data = torch.cat([self._rest.to(data.device), data])
-        whole = len(data) // TILE_BYTES * TILE_BYTES
-        self._rest = data[whole:].clone()
-        if whole:
-            words = _words(data[:whole]).view(-1, TILE_WORDS)
+        num_tile_bytes = len(data) // TILE_BYTES * TILE_BYTES
+        self._rest = data[num_tile_bytes:].clone()
+        if num_tile_bytes:
+            words = _words(data[:num_tile_bytes]).view(-1, TILE_WORDS)
             self._tiles.append(_tile_sums(words, self._num_tiles))
             self._num_tiles += len(words)
 

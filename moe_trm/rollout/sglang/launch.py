@@ -30,17 +30,19 @@ GRACE_S = 3.0
 def launched(served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
     """See `ServerBackend.launch`."""
     settings, checkpoint = served.rollout.server, Path(served.model.checkpoint).resolve()
-    given = folder_to_serve(checkpoint, folder, settings.dtype)
+    served_folder = folder_to_serve(checkpoint, folder, settings.dtype)
     # A file only this user can read: arguments are visible to everyone on the machine.
     secret = folder / "api-key.yaml"
     write_private(secret, f'api-key: "{api_key}"\n'.encode())
-    command = launch_command(served, given, port, config_file=str(secret))
-    command += RANDOM_WEIGHTS if given != checkpoint or settings.random_weights else ()
+    command = launch_command(served, served_folder, port, config_file=str(secret))
+    command += RANDOM_WEIGHTS if served_folder != checkpoint or settings.random_weights else ()
     cpu = on_cpu(settings)
-    alone = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
+    on_one_host = is_loopback(settings.host) and not {"--nnodes", "--dist-init-addr"} & {*settings.extra_args}
     dtype, exact = settings.dtype, served.exact
     num_ranks = settings.tensor_parallel
-    environment = child_environment(os.environ, cpu, folder, alone=alone, dtype=dtype, exact=exact, num_ranks=num_ranks)
+    environment = child_environment(
+        os.environ, cpu, folder, alone=on_one_host, dtype=dtype, exact=exact, num_ranks=num_ranks
+    )
     try:
         # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
         yield Launch(command, environment, 0.0 if cpu else GRACE_S, LOAD_FILES)

@@ -159,7 +159,11 @@ def _full_logprobs(answer: Answer) -> np.ndarray:
         )
     ids = [token for _, token, _ in entries]
     if ids != output_ids:
-        position = next(place for place, (own, other) in enumerate(zip(ids, output_ids, strict=True)) if own != other)
+        position = next(
+            place
+            for place, (token_id, output_id) in enumerate(zip(ids, output_ids, strict=True))
+            if token_id != output_id
+        )
         raise RecordRejected(
             "logprob_ids",
             "a log-prob belongs to another token",

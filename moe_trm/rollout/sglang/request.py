@@ -12,7 +12,7 @@ def generate_request(question: Question) -> dict[str, object]:
 
     The server refuses masks together with `n > 1`, hence one request each.
     """
-    params, wanted = question.params, question.wanted
+    params, fields = question.params, question.wanted
     sampling: dict[str, object] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -31,12 +31,12 @@ def generate_request(question: Question) -> dict[str, object]:
         # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.
         # For an expression it looks at as many as there are characters (0.5.23, `Req._stop_match_tail_len`).
         sampling["stop_regex"] = [re.escape(text) for text in params.stop_texts]
-    if wanted.routes:
+    if fields.routes:
         request["return_routed_experts"] = True
         if question.start:
             request["routed_experts_start_len"] = question.start
-    if wanted.mask:
+    if fields.mask:
         request |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
-        if wanted.violation == "union":
+        if fields.violation == "union":
             request["top_logprobs_num"] = 1
     return request

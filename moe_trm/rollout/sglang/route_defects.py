@@ -43,7 +43,7 @@ class RouteDefect:
 
     def harms(self, value: object) -> bool:
         """True unless `value` of the setting is harmless; words of a command line count as what they say."""
-        return str(value).lower() not in {str(known).lower() for known in self.harmless}
+        return str(value).lower() not in {str(harmless_value).lower() for harmless_value in self.harmless}
 
 
 ROUTE_DEFECTS = (
@@ -118,10 +118,10 @@ def defects_of(server: Mapping[str, Any]) -> Iterator[tuple[RouteDefect, object]
 def defects_asked_for(arguments: Sequence[str]) -> Iterator[tuple[RouteDefect, str]]:
     """The defects that a command line of `sglang.launch_server` asks for, and the words that do."""
     for place, argument in enumerate(arguments):
-        option, given, value = argument.partition("=")
+        option, has_value, value = argument.partition("=")
         following = arguments[place + 1 : place + 2]
         words = [argument]
-        if not given and following and not following[0].startswith("--"):
+        if not has_value and following and not following[0].startswith("--"):
             value = following[0]
             words.append(value)
         for defect in ROUTE_DEFECTS:

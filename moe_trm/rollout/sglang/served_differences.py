@@ -63,8 +63,8 @@ def check_intervals(hf: HfConfig, where: str) -> None:
     family = find_family(hf)
     if family is None or "gated delta" not in family.attention_kinds(hf):
         return
-    every = int({**config_overrides(hf), **hf}.get(_INTERVAL, 0))
-    built = tuple(range(every - 1, int(hf["num_hidden_layers"]), every)) if every else ()
+    interval = int({**config_overrides(hf), **hf}.get(_INTERVAL, 0))
+    built = tuple(range(interval - 1, int(hf["num_hidden_layers"]), interval)) if interval else ()
     if not built or built != _full_layers(family, hf):
         raise CheckpointError(
             "SGLang 0.5.23 serves another model than this one: it knows no layer_types",
@@ -88,13 +88,13 @@ def check_layers(hf: HfConfig, where: str) -> None:
     architecture = (hf.get("architectures") or [""])[0]
     if architecture not in READ_KEYS:
         return
-    said = moe_layers(hf)
+    declared = moe_layers(hf)
     built = moe_layers({key: hf[key] for key in hf if key not in LAYER_KEYS or key in READ_KEYS[architecture]})
-    if said != built:
+    if declared != built:
         raise CheckpointError(
             "SGLang 0.5.23 serves another model than this one: it does not read which layers are dense",
             where=f"{where}, {' and '.join(key for key in LAYER_KEYS if key in hf)}",
-            got=f"mixtures of experts in layers {_listed(said)}",
+            got=f"mixtures of experts in layers {_listed(declared)}",
             expected=f"mixtures in layers {_listed(built)}, as SGLang builds them: "
             "those without weights in the checkpoint would be random",
             fix="Train this model with rollout.engine=bundle, or with an engine of your own that serves dense layers.",
@@ -154,8 +154,8 @@ def check_epsilons(hf: HfConfig, where: str) -> None:
     Raises:
         CheckpointError: they are more than `HARMLESS_EPSILON` apart.
     """
-    if (found := _epsilons(hf)) is not None and abs(found[1] - found[2]) > HARMLESS_EPSILON:
-        norms, learner, served = found
+    if (epsilons := _epsilons(hf)) is not None and abs(epsilons[1] - epsilons[2]) > HARMLESS_EPSILON:
+        norms, learner, served = epsilons
         raise CheckpointError(
             f"SGLang 0.5.23 computes {norms} with another epsilon than transformers and the learners",
             where=f"{where}, rms_norm_eps",
@@ -167,9 +167,9 @@ def check_epsilons(hf: HfConfig, where: str) -> None:
 
 def remark_on_epsilons(hf: HfConfig) -> str:
     """The difference that `check_epsilons` lets pass, in words; empty where there is none."""
-    if (found := _epsilons(hf)) is None or found[1] == found[2]:
+    if (epsilons := _epsilons(hf)) is None or epsilons[1] == epsilons[2]:
         return ""
-    norms, learner, served = found
+    norms, learner, served = epsilons
     return f"SGLang 0.5.23 computes {norms} with epsilon {served:g}, transformers and the learners with {learner:g}"
 
 

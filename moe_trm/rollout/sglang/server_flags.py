@@ -63,16 +63,16 @@ def refusals(config: Config) -> Iterator[Problem]:
 def _flags(rollout: RolloutConfig) -> Iterator[Problem]:
     for argument in rollout.server.extra_args:
         name = argument.partition("=")[0]
-        known = name if name in SETTINGS or name in BREAKS else _meant(name)
-        if known in SETTINGS:
+        full_name = name if name in SETTINGS or name in BREAKS else _meant(name)
+        if full_name in SETTINGS:
             yield Problem(
                 KEY,
                 "this argument has a setting of its own, which other parts of the run read",
                 got=argument,
-                expected=f"{SETTINGS[known]} in its place",
+                expected=f"{SETTINGS[full_name]} in its place",
             )
-        elif known in BREAKS:
-            yield Problem(KEY, f"with this argument {BREAKS[known]}", got=argument, expected="no such argument")
+        elif full_name in BREAKS:
+            yield Problem(KEY, f"with this argument {BREAKS[full_name]}", got=argument, expected="no such argument")
 
 
 def _routes(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -89,5 +89,5 @@ def _routes(rollout: RolloutConfig) -> Iterator[Problem]:
 
 def _meant(name: str) -> str:
     """The argument of which `name` is a beginning; a short one may be that of many, and SGLang refuses it itself."""
-    found = [known for known in (*SETTINGS, *BREAKS) if len(name) > len("--") + 3 and known.startswith(name)]
-    return found[0] if found else ""
+    matches = [flag for flag in (*SETTINGS, *BREAKS) if len(name) > len("--") + 3 and flag.startswith(name)]
+    return matches[0] if matches else ""

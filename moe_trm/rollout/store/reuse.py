@@ -74,13 +74,13 @@ class ReuseBuffer:
             ]
         odds = chances(priorities, count)
         weights = importance(odds, count, self._settings.reuse_correction)
-        chosen = drawn(odds, float(np.random.default_rng((self._seed, step, 2)).random()))
-        for place in chosen:
+        places = drawn(odds, float(np.random.default_rng((self._seed, step, 2)).random()))
+        for place in places:
             candidates[place].uses += 1
             self._ledger.reuse(len(candidates[place].group.kept))
         self._held = {key: held for key, held in self._held.items() if held.uses < self._settings.max_uses}
-        self._weights = [float(weights[place]) for place in chosen]
-        return [Again(candidates[place].group, float(weights[place])) for place in chosen]
+        self._weights = [float(weights[place]) for place in places]
+        return [Again(candidates[place].group, float(weights[place])) for place in places]
 
     def keep(self, groups: Sequence[Group]) -> None:
         """Hold what a step has trained for the first time."""
@@ -114,7 +114,7 @@ class ReuseBuffer:
 
 def with_weights(rows: Sequence[TrainRow], again: Sequence[Again]) -> list[TrainRow]:
     """The rows of a step, those of groups that it trains again with the weight of their draw."""
-    weights = {one.group.group_id: one.weight for one in again}
+    weights = {reused.group.group_id: reused.weight for reused in again}
     return [
         replace(row, weight=weights[row.record.group_id]) if row.record.group_id in weights else row for row in rows
     ]
@@ -154,8 +154,8 @@ def chances(priorities_N: Array, count: int) -> Array:
         return np.ones(len(priorities_N))
     certain = np.zeros(len(priorities_N), bool)
     while True:
-        left = priorities_N[~certain].sum()
-        scaled = np.where(certain, 1.0, priorities_N * (count - certain.sum()) / left)
+        rest_sum = priorities_N[~certain].sum()
+        scaled = np.where(certain, 1.0, priorities_N * (count - certain.sum()) / rest_sum)
         over = ~certain & (scaled >= 1)
         if not over.any():
             return scaled

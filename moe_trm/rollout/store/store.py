@@ -86,8 +86,8 @@ class GroupStore:
             return
         kept = []
         for record in accepted:
-            if own := sample_reason(record):
-                self._ledger.drop(own)
+            if own_reason := sample_reason(record):
+                self._ledger.drop(own_reason)
             else:
                 kept.append(record)
         self._places[group_id] = Group(group_id, tuple(outcomes), tuple(kept))

@@ -41,18 +41,18 @@ class VllmBackend(VllmAnswers, ServerBackend):
     def launch(self, served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
         """`python -m vllm.entrypoints.openai.api_server`, of vLLM's own environment."""
         server, checkpoint = served.rollout.server, Path(served.model.checkpoint).resolve()
-        cpu, alone = on_cpu(server), is_loopback(server.host)
+        cpu, on_one_host = on_cpu(server), is_loopback(server.host)
         command = launch_command(server, checkpoint, port, seed=served.seed, routes=served.routes, cpu=cpu)
-        environment = server_environment(os.environ, api_key, folder, cpu=cpu, alone=alone)
+        environment = server_environment(os.environ, api_key, folder, cpu=cpu, alone=on_one_host)
         yield Launch(command, environment, 0.0 if cpu else GRACE_S)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
         """The label of the last push; `none` before the first."""
         content = await http.request("GET", WEIGHTS, timeout_s=timeout_s, attempts=1)
-        told = parsed(content, http.url)
-        if not isinstance(told, dict) or "version" not in told:
+        body = parsed(content, http.url)
+        if not isinstance(body, dict) or "version" not in body:
             raise EngineLost("something else than vLLM answers here", where=http.url, got=content[:200])
-        return str(told["version"])
+        return str(body["version"])
 
     async def abort(self, http: EngineHttp) -> None:
         """For all."""

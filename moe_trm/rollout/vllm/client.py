@@ -47,8 +47,8 @@ class VllmClient(ServerClient):
                 expected=f"an answer to {WEIGHTS}",
                 fix="docs/engines.md has its command line.",
             ) from error
-        model, wanted = self._needs.model, self._needs.wanted
-        if wanted.routes and Version(served.get("release", "0")) < ROUTES_SINCE:
+        model, fields = self._needs.model, self._needs.wanted
+        if fields.routes and Version(served.get("release", "0")) < ROUTES_SINCE:
             raise EngineError(
                 "the routes of this release of vLLM are not those of the forwards that sampled, in some settings",
                 where=http.url,
@@ -63,7 +63,7 @@ class VllmClient(ServerClient):
             "dtype": self._needs.dtype,
             "quantization": None,
             "logprobs_mode": "processed_logprobs",
-            **({"returns_routes": True} if wanted.routes else {}),
+            **({"returns_routes": True} if fields.routes else {}),
         }
         for name, value in expected.items():
             if served[name] != value:
@@ -114,10 +114,10 @@ class VllmClient(ServerClient):
     async def _push(self, http: EngineHttp, version: int, weights: Mapping[str, object]) -> list[dict[str, str]]:
         """The tensors that each worker read, with their digests."""
         label = label_of(version, self._needs.run)
-        told = await http.post(WEIGHTS, {**weights, "version": label})
-        if told["version"] != label:
-            raise SyncError("the server labels its weights with another version", got=told["version"], expected=label)
-        return list(told["workers"])
+        reply = await http.post(WEIGHTS, {**weights, "version": label})
+        if reply["version"] != label:
+            raise SyncError("the server labels its weights with another version", got=reply["version"], expected=label)
+        return list(reply["workers"])
 
 
 @contextmanager

@@ -33,13 +33,13 @@ async def greedy_tokens(http: EngineHttp, token_ids: Sequence[int], count: int) 
 
 async def scores_of(http: EngineHttp, token_ids: Sequence[int]) -> Array:
     """See `ServerBackend.prefilled`. A prefill whose log-probs are asked for takes none from the prefix cache."""
-    told = (await _asked(http, token_ids, max_tokens=1, prompt_logprobs=0))["prompt_logprobs"] or []
-    scored = [entry.get(str(token)) for entry, token in zip(told[1:], token_ids[1:], strict=False)]
-    if len(told) != len(token_ids) or None in scored:
+    prompt_logprobs = (await _asked(http, token_ids, max_tokens=1, prompt_logprobs=0))["prompt_logprobs"] or []
+    scored = [entry.get(str(token)) for entry, token in zip(prompt_logprobs[1:], token_ids[1:], strict=False)]
+    if len(prompt_logprobs) != len(token_ids) or None in scored:
         raise EngineError(
             "the server's answer is not of the tokens that it was sent",
             where=http.url,
-            got=f"log-probs of {len(told)} tokens",
+            got=f"log-probs of {len(prompt_logprobs)} tokens",
             expected=f"those of {len(token_ids)} tokens",
             fix="It has to be a vLLM server whose model has the policy's tokens.",
         )
@@ -53,5 +53,5 @@ async def _asked(http: EngineHttp, token_ids: Sequence[int], **params: int) -> A
 
 def _numbers(logprobs: Sequence[float]) -> Array:
     """NaN where there is no log-prob."""
-    told = np.array(logprobs, np.float64)
-    return np.where(told > NO_LOGPROB, told, np.nan)
+    values = np.array(logprobs, np.float64)
+    return np.where(values > NO_LOGPROB, values, np.nan)

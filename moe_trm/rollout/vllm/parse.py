@@ -91,9 +91,9 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
     Log-probs are those of the distribution that was sampled from: `--logprobs-mode processed_logprobs`. Where it is
     truncated, the probability of the kept ids in the vocabulary is not told, and `full_logprobs` is NaN.
     """
-    answer, wanted = _decoded(body), question.wanted
+    answer, fields = _decoded(body), question.wanted
     [choice] = answer.choices
-    finish_reason = _finish_reason(choice, partial=wanted.partial)
+    finish_reason = _finish_reason(choice, partial=fields.partial)
     if answer.usage.prompt_tokens != len(question.context):
         raise RecordRejected(
             "prompt_length",
@@ -112,17 +112,17 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
         )
     sampled_S = _logprobs(choice)
     mask, rollout_S = None, sampled_S
-    if wanted.mask:
+    if fields.mask:
         mask = _mask(choice, output_S, question, model.vocab_size)
         rollout_S = sampled_S if mask.logprobs is None else over_support(mask, output_S, sampled_S)
-    version = version_of(answer.weight_version, wanted.run)
+    version = version_of(answer.weight_version, fields.run)
     truncated = question.params.top_p < 1 or question.params.min_p > 0 or question.params.top_k < model.vocab_size
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=np.full_like(sampled_S, np.nan) if truncated else sampled_S,
         versions=np.full(len(output_S), version, np.int32),
-        routes=_routes(choice, question, model) if wanted.routes else None,
+        routes=_routes(choice, question, model) if fields.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
     )
@@ -172,8 +172,8 @@ def _logprobs(choice: VllmChoice) -> np.ndarray:
                 got=entry.token,
                 expected=f"{NAMED}{token}",
             )
-    told = [entry.logprob if entry.logprob > NO_LOGPROB else None for entry in entries]
-    return checked_logprobs(told, "logprob_value")
+    values = [entry.logprob if entry.logprob > NO_LOGPROB else None for entry in entries]
+    return checked_logprobs(values, "logprob_value")
 
 
 def _mask(choice: VllmChoice, output_S: np.ndarray, question: Question, vocab_size: int) -> SamplingMask:

@@ -14,7 +14,7 @@ def generate_request(question: Question) -> dict[str, object]:
     A set of kept ids has at most top-k of them, so with masks the likeliest top-k ids are asked for. Where these are
     more than `LISTED_IDS`, `sampling_mask` alone can say which were kept.
     """
-    params, wanted = question.params, question.wanted
+    params, fields = question.params, question.wanted
     sampling: dict[str, object] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -24,13 +24,13 @@ def generate_request(question: Question) -> dict[str, object]:
         "stop_token_ids": list(params.stop_token_ids),
         # What ends an answer is what the run says, not the model's generation_config.json.
         "ignore_eos": True,
-        "logprobs": params.top_k if wanted.mask and params.top_k <= LISTED_IDS else 0,
+        "logprobs": params.top_k if fields.mask and params.top_k <= LISTED_IDS else 0,
         "detokenize": bool(params.stop_texts),
     }
     if params.stop_texts:
         sampling["stop"] = list(params.stop_texts)
     if params.seed is not None:
         sampling["seed"] = params.seed
-    if wanted.routes and question.start:
+    if fields.routes and question.start:
         sampling["routed_experts_prompt_start"] = question.start
     return {"token_ids": list(question.context), "sampling_params": sampling}

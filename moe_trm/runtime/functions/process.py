@@ -81,8 +81,8 @@ class Process:
 
 
 def _refusal(error: NotStarted, settings: FunctionSettings) -> MoeTrmError:
-    told = error_of(error.problem, {"ConfigError": ConfigError}) if error.problem is not None else None
-    return told or ConfigError(
+    reported = error_of(error.problem, {"ConfigError": ConfigError}) if error.problem is not None else None
+    return reported or ConfigError(
         "the function's process did not start",
         where=f"config key {settings.key}",
         got=f"{settings.function}: {error}",

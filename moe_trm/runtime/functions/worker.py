@@ -71,8 +71,8 @@ class FunctionService:
     def _marked(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
         number = context[CALL] if context is not None and CALL in context else CALL.get()
-        own = _driven(number, coroutine, self._current) if number else coroutine
-        return asyncio.Task(own, loop=loop, **options)
+        driven = _driven(number, coroutine, self._current) if number else coroutine
+        return asyncio.Task(driven, loop=loop, **options)
 
 
 async def _driven(number: int, coroutine: Coroutine[Any, Any, Any], current: CurrentCall) -> Any:
@@ -82,19 +82,19 @@ async def _driven(number: int, coroutine: Coroutine[Any, Any, Any], current: Cur
 @types.coroutine
 def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], current: CurrentCall) -> Generator[Any, Any, Any]:
     """Drive `coroutine` as `await` does, with the cell saying `number` while its code runs."""
-    step, given = coroutine.send, None
+    step, value = coroutine.send, None
     while True:
         current.begin(number)
         try:
-            waits_for = step(given)
+            waits_for = step(value)
         except StopIteration as stop:
             return stop.value
         finally:
             current.end()
         try:
-            step, given = coroutine.send, (yield waits_for)
+            step, value = coroutine.send, (yield waits_for)
         except BaseException as error:  # noqa: BLE001 (cancellation and errors belong to the coroutine)
-            step, given = coroutine.throw, error
+            step, value = coroutine.throw, error
 
 
 def main(descriptor: int) -> None:

@@ -34,8 +34,8 @@ def flips_of(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor
     """`[B, R, L]` bool on the CPU: where the routes of a `Record` pass differ from the rollout's in `layers`."""
     assert scores.recorded is not None
     experts = scores.recorded.experts
-    own = replace(scores.recorded, experts={layer: experts[layer] for layer in layers})
-    return flipped_tokens(own, batch.routes, batch.mask.shape[1])
+    local = replace(scores.recorded, experts={layer: experts[layer] for layer in layers})
+    return flipped_tokens(local, batch.routes, batch.mask.shape[1])
 
 
 def flip_causes(
@@ -62,23 +62,29 @@ def flip_causes(
         with `older`, `routing/flips/staleness` and `routing/flips/staleness/layer_<id>`, shares of those that an older
             version sampled.
     """
-    own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
-    places = [layer_ids.index(layer) for layer in own]
+    local_layers, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
+    places = [layer_ids.index(layer) for layer in local_layers]
     engine_L, stale_L = torch.zeros(len(layer_ids)).double(), torch.zeros(len(layer_ids)).double()
     engine_P, tokens_P = torch.zeros(len(POSITIONS) + 1).double(), torch.zeros(len(POSITIONS) + 1).double()
     engine_M, counted_M = torch.zeros(len(MARGINS) + 1).double(), torch.zeros(len(MARGINS) + 1).double()
     stale_tokens = 0
     for index, (batch, scores) in enumerate(zip(batches, native, strict=True)):
-        engine_BRL, margin_BRL = flipped[index], _margins(scores, batch, own)
+        engine_BRL, margin_BRL = flipped[index], _margins(scores, batch, local_layers)
         mask = batch.mask.cpu()
         if older:
-            now_BRLK = _chosen(scores, batch, own)
+            now_BRLK = _chosen(scores, batch, local_layers)
             then_BRLK, stale_BR = now_BRLK, torch.zeros_like(mask)
             for version, passes in older.items():
                 sampled_BR = (batch.mask & (batch.versions == version)).cpu()
-                then_BRLK = torch.where(sampled_BR[..., None, None], _chosen(passes[index], batch, own), then_BRLK)
-                engine_BRL = torch.where(sampled_BR[..., None], flips_of(passes[index], batch, own), engine_BRL)
-                margin_BRL = torch.where(sampled_BR[..., None], _margins(passes[index], batch, own), margin_BRL)
+                then_BRLK = torch.where(
+                    sampled_BR[..., None, None], _chosen(passes[index], batch, local_layers), then_BRLK
+                )
+                engine_BRL = torch.where(
+                    sampled_BR[..., None], flips_of(passes[index], batch, local_layers), engine_BRL
+                )
+                margin_BRL = torch.where(
+                    sampled_BR[..., None], _margins(passes[index], batch, local_layers), margin_BRL
+                )
                 stale_BR |= sampled_BR
             stale_L[places] += sets_differ(then_BRLK, now_BRLK)[stale_BR].sum(0)
             stale_tokens += int(stale_BR.sum())
@@ -92,25 +98,25 @@ def flip_causes(
         engine_M.index_add_(0, margin_class, engine_NL[known_NL].double())
         counted_M += torch.bincount(margin_class, minlength=len(counted_M))
     own_sums = {"engine": engine_L, "stale": stale_L, "position": engine_P, "margin": engine_M, "counted": counted_M}
-    whole = learner.sum_over_stages(learner.sum_over_slices(torch.cat(list(own_sums.values()))))
-    sums = dict(zip(own_sums, torch.split(whole, [len(each) for each in own_sums.values()]), strict=True))
+    summed = learner.sum_over_stages(learner.sum_over_slices(torch.cat(list(own_sums.values()))))
+    sums = dict(zip(own_sums, torch.split(summed, [len(part) for part in own_sums.values()]), strict=True))
     sums |= {"tokens": tokens_P, "stale_tokens": torch.tensor([float(stale_tokens)])}
     reduced = learner.reduce(
         {f"{name}/{place}": value for name, values in sums.items() for place, value in enumerate(values)}
     )
     total = {name: [reduced[f"{name}/{place}"] for place in range(len(values))] for name, values in sums.items()}
-    found = _rates("engine", total["engine"], sum(total["tokens"]), layer_ids)
+    metrics = _rates("engine", total["engine"], sum(total["tokens"]), layer_ids)
     if older:
-        found |= _rates("staleness", total["stale"], total["stale_tokens"][0], layer_ids)
+        metrics |= _rates("staleness", total["stale"], total["stale_tokens"][0], layer_ids)
     low = 1
     for place, high in enumerate([*POSITIONS, None]):
         if count := total["tokens"][place] * len(layer_ids):
-            found[f"routing/flips/engine/position_{low}_{high or 'up'}"] = total["position"][place] / count
+            metrics[f"routing/flips/engine/position_{low}_{high or 'up'}"] = total["position"][place] / count
         low = (high or 0) + 1
     for place, (least, most) in enumerate(pairwise([0, *MARGINS, "up"])):
         if count := total["counted"][place]:
-            found[f"routing/flips/engine/margin_{least}_{most}"] = total["margin"][place] / count
-    return found
+            metrics[f"routing/flips/engine/margin_{least}_{most}"] = total["margin"][place] / count
+    return metrics
 
 
 def _chosen(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
@@ -126,8 +132,8 @@ def _margins(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor
     assert scores.recorded is not None
     margins = torch.full((*batch.mask.shape, len(layers)), float("nan"))
     for place, layer in enumerate(layers):
-        if (known := scores.recorded.margins_by_row(layer, *batch.mask.shape)) is not None:
-            margins[..., place] = known.cpu()
+        if (row_margins := scores.recorded.margins_by_row(layer, *batch.mask.shape)) is not None:
+            margins[..., place] = row_margins.cpu()
     return margins
 
 

@@ -17,20 +17,20 @@ def load_balance(learner: Learner, batches: Sequence[TokenBatch]) -> dict[str, f
 
     Collective: all ranks call it with their own batches of one step.
     """
-    own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
-    records = [record.select(own) for batch in batches for record in batch.routes if record is not None]
+    local_layers, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
+    records = [record.select(local_layers) for batch in batches for record in batch.routes if record is not None]
     # A rank without rows knows no number of experts, and every rank must name the same sums.
-    known = learner.reduce(
+    reduced = learner.reduce(
         {
             "experts": torch.tensor(float(records[0].num_experts if records else 0)),
             "ranks": torch.tensor(float(bool(records))),
         }
     )
-    if not known["ranks"]:
+    if not reduced["ranks"]:
         return {}
-    num_experts = round(known["experts"] / known["ranks"])
-    load = expert_load(records) if records else np.zeros((len(own), num_experts), dtype=np.int64)
-    places = [layer_ids.index(layer) for layer in own]
+    num_experts = round(reduced["experts"] / reduced["ranks"])
+    load = expert_load(records) if records else np.zeros((len(local_layers), num_experts), dtype=np.int64)
+    places = [layer_ids.index(layer) for layer in local_layers]
     load_LE = torch.zeros(len(layer_ids), num_experts).double()
     load_LE[places] = torch.from_numpy(load).double()
     load_LE = learner.sum_over_stages(load_LE)

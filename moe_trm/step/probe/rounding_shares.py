@@ -34,18 +34,18 @@ def roundings(learner: LearnerConfig, rollout: RolloutConfig) -> Mapping[str, Ro
     every pass rounds as a push does, where pushes have noise or the engine rounds once more by itself, and with
     adapters, whose factors alone are in a copy of the weights.
     """
-    found = dict[str, Rounding]()
+    by_name = dict[str, Rounding]()
     elsewhere = rollout.quantization is not None or max(rollout.norm_noise, rollout.fake_router_noise) > 0
     inside = learner.round_like_rollout or learner.lora.rank > 0
     if elsewhere or inside or unrepeatable(learner, rollout) is not None:
-        return found
+        return by_name
     narrows = learner.dtype == "float32" != rollout.server.dtype
     if rollout.fake_quantization is not None:
         between = learner.dtype if narrows else rollout.server.dtype
-        found["quantization"] = Rounding(between, rollout.fake_quantization)
+        by_name["quantization"] = Rounding(between, rollout.fake_quantization)
     if narrows:
-        found["cast"] = Rounding(rollout.server.dtype, rollout.fake_quantization)
-    return found
+        by_name["cast"] = Rounding(rollout.server.dtype, rollout.fake_quantization)
+    return by_name
 
 
 def rounding_shares(
@@ -62,7 +62,7 @@ def rounding_shares(
     scores of its own weights with the rollout's routes.
     """
     columns: dict[str, torch.Tensor] = {}
-    before = _scored(batches, replayed)
+    earlier = _scored(batches, replayed)
     for share, rounding in roundings.items():
         learner.snapshot(ROUNDED, rounding=rounding)
         try:
@@ -71,9 +71,9 @@ def rounding_shares(
         finally:
             learner.forget(ROUNDED)
         after = _scored(batches, scores)
-        columns[share], before = k3(before - after), after
+        columns[share], earlier = k3(earlier - after), after
     rollout_N = torch.cat([batch.rollout_logprobs[batch.mask].cpu() for batch in batches])
-    columns["arithmetic"] = k3(before - rollout_N)
+    columns["arithmetic"] = k3(earlier - rollout_N)
     spread = dict.fromkeys(columns, "tokens")
     columns["tokens"] = torch.ones(len(rollout_N), dtype=torch.float64)
     sums = {name: values.sum() for name, values in columns.items()}

@@ -95,8 +95,8 @@ class Probe:
 
     def due(self, step: int) -> bool:
         """True on steps with a probe."""
-        every = self._config.probe.every
-        return bool(every) and step % every == 0
+        interval = self._config.probe.every
+        return bool(interval) and step % interval == 0
 
     def thorough(self, step: int) -> bool:
         """True on steps whose probe also makes the passes of `probe.thorough_every`."""

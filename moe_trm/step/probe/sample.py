@@ -95,13 +95,13 @@ class ProbeChoice:
         """
         if sum(mini.num_sequences for mini in minis) <= LEAST_ROWS:
             return len(minis)
-        wanted = self._tokens or sum(mini.num_tokens for mini in minis)
+        enough_tokens = self._tokens or sum(mini.num_tokens for mini in minis)
         count = tokens = samples = 0
-        while count < len(minis) and not (self._random and tokens >= wanted and samples >= LEAST_ROWS):
+        while count < len(minis) and not (self._random and tokens >= enough_tokens and samples >= LEAST_ROWS):
             count += 1
             tokens += minis[-count].num_tokens
             samples += minis[-count].num_sequences
-        return count if tokens <= wanted * (2 if self._replayed else 1) else 0
+        return count if tokens <= enough_tokens * (2 if self._replayed else 1) else 0
 
     def rows(self, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
         """The rows of the probe of `step`, of this rank's `anchored` rows. Collective."""
@@ -111,16 +111,16 @@ class ProbeChoice:
     def _drawn(self, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
         micros = [micro for part in anchored for micro in part.mini.micro_batches]
         rows = [row for micro in micros for row in micro.rows]
-        own = torch.tensor([(row.record.row_id, _scored(row)) for row in rows], dtype=torch.int64)
-        ids_N, tokens_N = learner.gather(own.flatten()).cpu().view(-1, 2).numpy().T
+        local_rows = torch.tensor([(row.record.row_id, _scored(row)) for row in rows], dtype=torch.int64)
+        ids_N, tokens_N = learner.gather(local_rows.flatten()).cpu().view(-1, 2).numpy().T
         order = ids_N.argsort(kind="stable")
         ids_N, tokens_N = ids_N[order], tokens_N[order]
         number = wanted_rows(tokens_N, self._config.probe.tokens)
         if number == len(ids_N):
             return _last(anchored, len(anchored))
         places = draw(tokens_N, number, (self._config.seed, step, STREAM))
-        chosen = set(ids_N[places].tolist())
-        packed = self._micro_batches(learner, [row for row in rows if row.record.row_id in chosen])
+        drawn_ids = set(ids_N[places].tolist())
+        packed = self._micro_batches(learner, [row for row in rows if row.record.row_id in drawn_ids])
         padded = [collate(micro, keep_mask=self._config.keeps_masks) for micro in packed]
         return ProbeRows(
             [on_device(batch, learner.device, stay=FED) for batch in padded],
@@ -134,24 +134,24 @@ class ProbeChoice:
     def _micro_batches(self, learner: Learner, rows: Sequence[TrainRow]) -> list[MicroBatch]:
         """This rank's rows in micro-batches of the run's size. The last ones may be empty: every rank has as many."""
         settings = self._config.learner
-        own = on_one_rank(
+        local = on_one_rank(
             rows,
             micro_batch_rows=settings.micro_batch_rows,
             micro_batch_tokens=settings.micro_batch_tokens,
             packed=self._config.batch.layout == "packed",
         )
-        most = int(learner.reduce({"micro_batches:max": torch.tensor(float(len(own)))})["micro_batches:max"])
-        return [*own, *[MicroBatch(())] * (most - len(own))]
+        most = int(learner.reduce({"micro_batches:max": torch.tensor(float(len(local)))})["micro_batches:max"])
+        return [*local, *[MicroBatch(())] * (most - len(local))]
 
 
 def _last(anchored: Sequence[Anchored], number: int) -> ProbeRows:
-    chosen = anchored[-number:]
+    last_parts = anchored[-number:]
     minis = [part.mini for part in anchored]
     rows, tokens = ([getattr(mini, name) for mini in minis] for name in ("num_sequences", "num_tokens"))
     return ProbeRows(
-        [batch for part in chosen for batch in part.batches],
-        [_records(micro) for part in chosen for micro in part.mini.micro_batches],
-        chosen,
+        [batch for part in last_parts for batch in part.batches],
+        [_records(micro) for part in last_parts for micro in part.mini.micro_batches],
+        last_parts,
         sum(rows[-number:]),
         sum(rows),
         sum(tokens[-number:]) / max(sum(tokens), 1),
@@ -173,8 +173,8 @@ def draw(tokens_N: np.ndarray, number: int, seed: Sequence[int]) -> np.ndarray:
     """Places of a sample of `number` rows, ascending: the first in proportion to its tokens, the others alike."""
     rng = np.random.default_rng(seed)
     first = int(rng.choice(len(tokens_N), p=tokens_N / tokens_N.sum()))
-    others = np.delete(np.arange(len(tokens_N)), first)
-    return np.sort(np.append(rng.permutation(others)[: number - 1], first))
+    remaining = np.delete(np.arange(len(tokens_N)), first)
+    return np.sort(np.append(rng.permutation(remaining)[: number - 1], first))
 
 
 def standard_errors(sums: Mapping[str, float], names: Mapping[str, str], rows: ProbeRows) -> dict[str, float]:
@@ -213,11 +213,11 @@ def products(columns: Mapping[str, Tensor], row_of: Tensor, names: Mapping[str, 
         for name in {*names, *names.values()}
     }
     pairs = {pair for top, bottom in names.items() for pair in ((top, top), (top, bottom), (bottom, bottom))}
-    return {_product(one, other): (by_row[one] * by_row[other]).sum() for one, other in sorted(pairs)}
+    return {_product(first, second): (by_row[first] * by_row[second]).sum() for first, second in sorted(pairs)}
 
 
-def _product(one: str, other: str) -> str:
-    return f"{one} * {other}"
+def _product(first: str, second: str) -> str:
+    return f"{first} * {second}"
 
 
 def _records(micro: MicroBatch) -> list[RolloutRecord]:

@@ -80,11 +80,11 @@ def find_cause(measurements: Measurements, quantization: str | None = None) -> F
     `quantization`: the rounding of the rollout's weights, where it is on purpose.
     """
     figures = traces(measurements)
-    found = next(judgement for judgement in JUDGEMENTS if judgement.applies(figures))
-    if quantization is not None and found.cause in ("routing", "weights", "precision"):
-        said = ROUNDED.format_map({**figures, "quantization": quantization})
-        return Finding("quantization", said, figures)
-    return Finding(found.cause, found.sentence.format_map(figures), figures, found.config)
+    matching = next(judgement for judgement in JUDGEMENTS if judgement.applies(figures))
+    if quantization is not None and matching.cause in ("routing", "weights", "precision"):
+        sentence = ROUNDED.format_map({**figures, "quantization": quantization})
+        return Finding("quantization", sentence, figures)
+    return Finding(matching.cause, matching.sentence.format_map(figures), figures, matching.config)
 
 
 def traces(measurements: Measurements) -> dict[str, float]:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         config, _ = load_here(args.config, overrides)
         folder = args.keep or scratch
         folder.mkdir(parents=True, exist_ok=True)
-        found = examine(
+        examination = examine(
             args.config,
             overrides,
             config,
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
             kept=args.keep is not None,
             absent=absent,
         )
-    if found.advice:
-        print("\nrecommended:\n" + "\n".join(f"  {line}" for line in found.advice))
-    failed = sum(check.status == "fail" for check in found.checks)
-    print(f"\n{len(found.checks)} checks, {failed} failed, {time.perf_counter() - started:.0f} s", flush=True)
+    if examination.advice:
+        print("\nrecommended:\n" + "\n".join(f"  {line}" for line in examination.advice))
+    failed = sum(check.status == "fail" for check in examination.checks)
+    print(f"\n{len(examination.checks)} checks, {failed} failed, {time.perf_counter() - started:.0f} s", flush=True)
     if args.json:
-        args.json.write_text(json.dumps(as_data(found), indent=2) + "\n", encoding="utf-8")
-    return 0 if found.healthy else 1
+        args.json.write_text(json.dumps(as_data(examination), indent=2) + "\n", encoding="utf-8")
+    return 0 if examination.healthy else 1
 
 
 def tell(check: Check) -> None:
@@ -71,11 +71,11 @@ def tell(check: Check) -> None:
         print(f"       do: {check.fix}", flush=True)
 
 
-def as_data(found: Examination) -> dict[str, object]:
+def as_data(examination: Examination) -> dict[str, object]:
     """Everything, for programs."""
     return {
-        "healthy": found.healthy,
-        "checks": [asdict(check) for check in found.checks],
-        "cause": asdict(found.finding) if found.finding else None,
-        "advice": found.advice,
+        "healthy": examination.healthy,
+        "checks": [asdict(check) for check in examination.checks],
+        "cause": asdict(examination.finding) if examination.finding else None,
+        "advice": examination.advice,
     }

@@ -55,37 +55,39 @@ def checkpoint_bytes(folder: Path) -> int:
 
 
 def _python() -> Check:
-    found = sys.version_info[:2]
-    says = f"{found[0]}.{found[1]}"
-    if found in PYTHONS:
+    python_version = sys.version_info[:2]
+    says = f"{python_version[0]}.{python_version[1]}"
+    if python_version in PYTHONS:
         return Check("python", "ok", says)
     return Check("python", "warn", f"{says}; tested with 3.11 and 3.12", "make a virtual environment with one of these")
 
 
 def _packages(rollout: RolloutConfig, learner: LearnerConfig) -> Iterator[Check]:
     trainer = "megatron-core" if learner.backend == "megatron" else "deepspeed"
-    wanted = {name: TESTED.get(name, ()) for name in ("torch", "transformers", "safetensors", trainer)}
+    releases = {name: TESTED.get(name, ()) for name in ("torch", "transformers", "safetensors", trainer)}
     for package in () if rollout.attached else rollout.traits.packages:
         name, _, release = package.partition("==")
-        wanted[name] = (release,) if release else ()
-    for name, tested in sorted(wanted.items()):
+        releases[name] = (release,) if release else ()
+    for name, tested in sorted(releases.items()):
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             yield Check(name, "fail", "not installed", f"pip install {name}, or make install")
             continue
-        same = not tested or found.split("+")[0] in tested
-        yield Check(name, "ok" if same else "warn", found if same else f"{found}; tested with {' and '.join(tested)}")
+        same = not tested or installed.split("+")[0] in tested
+        yield Check(
+            name, "ok" if same else "warn", installed if same else f"{installed}; tested with {' and '.join(tested)}"
+        )
 
 
 def _devices(rollout: RolloutConfig) -> Check:
     if problem := cuda_problem():
-        wanted = rollout.server.device == "cuda"
+        needs_cuda = rollout.server.device == "cuda"
         return Check(
             "devices",
-            "fail" if wanted else "ok",
+            "fail" if needs_cuda else "ok",
             f"{problem}; {os.cpu_count()} cores: the CPU lane",
-            "set rollout.server.device=auto" if wanted else "",
+            "set rollout.server.device=auto" if needs_cuda else "",
         )
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -75,10 +75,10 @@ def examine(
     `kept`: the folder is there afterwards. `absent`: the checkpoint that is not on this machine, where `config` has the
     published description of its model in its place.
     """
-    found = Examination()
+    examination = Examination()
 
     def add(check: Check) -> None:
-        found.checks.append(check)
+        examination.checks.append(check)
         tell(check)
 
     for check in _before(config, world_size, absent):
@@ -87,36 +87,36 @@ def examine(
         for check in rehearsal(Served.of(config), config.learner, world_size, folder, absent=bool(absent)):
             add(check)
         add(attempt(MEMORY, lambda: memory(needs(config, world_size, fused=without_gpu()))))
-    if not probe or not found.healthy:
+    if not probe or not examination.healthy:
         add(
             Check(
                 "zero-update probe",
                 "skip",
-                "not asked for" if found.healthy else "something above has to be repaired first",
+                "not asked for" if examination.healthy else "something above has to be repaired first",
             )
         )
-        return found
+        return examination
     if bisecting:
         add(attempt("bisect", lambda: bisect(config, folder)))
-        return found
+        return examination
     try:
         probed = zero_update(config_path, overrides, config, folder)
     except ProbeFailed as error:
-        said, log = str(error.got), f"the whole log: {error.where}"
+        problem, log = str(error.got), f"the whole log: {error.where}"
         if not kept:  # no path that is gone when it is read
-            said, log = said.replace(str(folder), "FOLDER"), "--keep FOLDER keeps the whole log and the server's"
-        add(Check("zero-update probe", "fail", said, log))
-        return found
+            problem, log = problem.replace(str(folder), "FOLDER"), "--keep FOLDER keeps the whole log and the server's"
+        add(Check("zero-update probe", "fail", problem, log))
+        return examination
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
-        return found
-    found.finding = find_cause(probed.measurements, config.rollout.rounds_weights)
-    if not changes(found.finding.config, flatten(config.dump())):
-        found.finding = replace(found.finding, config="")
-    for check in _after(config.rollout, config.keeps_masks, config.sync, config.replay, probed, found.finding):
+        return examination
+    examination.finding = find_cause(probed.measurements, config.rollout.rounds_weights)
+    if not changes(examination.finding.config, flatten(config.dump())):
+        examination.finding = replace(examination.finding, config="")
+    for check in _after(config.rollout, config.keeps_masks, config.sync, config.replay, probed, examination.finding):
         add(check)
-    found.advice = _advice(config.replay, config.correction, found.finding)
-    return found
+    examination.advice = _advice(config.replay, config.correction, examination.finding)
+    return examination
 
 
 def _before(config: Config, world_size: int, absent: str) -> Iterator[Check]:
@@ -231,11 +231,11 @@ def _use(seen: Row) -> Check:
 def _requests(seen: Row, num_tokens: int) -> Check:
     issued, rejected = seen.get("ledger/issued", 0.0), seen.get("ledger/rejected", 0.0)
     reasons = {name.split("/")[-1]: n for name, n in seen.items() if name.startswith("records/rejected/")}
-    told = "; rejected: " + ", ".join(f"{n:.0f} {reason}" for reason, n in reasons.items()) if reasons else ""
+    rejected_text = "; rejected: " + ", ".join(f"{n:.0f} {reason}" for reason, n in reasons.items()) if reasons else ""
     return Check(
         "real requests",
         "ok" if not rejected else "warn",
-        f"{issued:.0f} samples, {num_tokens} tokens with routes, log-probs and versions{told}",
+        f"{issued:.0f} samples, {num_tokens} tokens with routes, log-probs and versions{rejected_text}",
         "docs/troubleshooting.md explains each reason" if rejected else "",
     )
 
@@ -284,12 +284,14 @@ def look(model: ModelConfig, agent: AgentConfig, task: TaskConfig) -> Check:
     if not tokens.has_chat_template:
         return Check(NAME, "skip", "the tokenizer has none; completions go on behind the sampled ids without it")
     thinks = agent.reasoning_parser is not None
-    found = situations(ChatTemplate(tokens), tools=agent.tool_parser is not None, thinks=thinks)
-    going = "goes on behind the sampled ids at " + ", ".join(one.name for one in found if not one.why)
-    lines = [f"begins another branch at {one.name}: {one.why}" for one in cut(found)]
+    all_situations = situations(ChatTemplate(tokens), tools=agent.tool_parser is not None, thinks=thinks)
+    going = "goes on behind the sampled ids at " + ", ".join(
+        situation.name for situation in all_situations if not situation.why
+    )
+    lines = [f"begins another branch at {situation.name}: {situation.why}" for situation in cut(all_situations)]
     return Check(
         NAME,
         "warn" if lines else "ok",
-        "\n".join([going, *lines] if len(lines) < len(found) else lines),
+        "\n".join([going, *lines] if len(lines) < len(all_situations) else lines),
         "agent/cut counts such branches, and agent.rows says what of them is trained (docs/agents.md)" if lines else "",
     )

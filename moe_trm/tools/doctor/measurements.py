@@ -75,8 +75,12 @@ def read_measurements(bundle: Path, probe: Path) -> Measurements:
         if record.row_id not in scored:
             continue  # valid, but not trained: filtered with its group
         batch, row = scored[record.row_id]
-        own = native[record.row_id]
-        parts.append(of_sample(record, own["replayed"], own["native"], _entropy(batch, row), own["flipped_layers"]))
+        probe_row = native[record.row_id]
+        parts.append(
+            of_sample(
+                record, probe_row["replayed"], probe_row["native"], _entropy(batch, row), probe_row["flipped_layers"]
+            )
+        )
     return join(parts)
 
 
@@ -138,9 +142,9 @@ def _probe_by_sample(folder: Path, step: int) -> dict[int, dict[str, Array]]:
     files = sorted(folder.glob(f"step-{step:06d}-rank*.safetensors"))
     if not files:
         raise BundleError("the probe left no arrays", where=str(folder), expected=f"step-{step:06d}-rank*.safetensors")
-    found: dict[int, dict[str, Array]] = {}
+    by_sample: dict[int, dict[str, Array]] = {}
     for arrays in map(load_file, files):
         for sample in np.unique(arrays["sample_id"]).tolist():
-            own = arrays["sample_id"] == sample
-            found[sample] = {name: arrays[name][own] for name in ("native", "replayed", "flipped_layers")}
-    return found
+            is_sample = arrays["sample_id"] == sample
+            by_sample[sample] = {name: arrays[name][is_sample] for name in ("native", "replayed", "flipped_layers")}
+    return by_sample

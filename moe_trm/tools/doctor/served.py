@@ -58,20 +58,20 @@ async def _reached(rollout: RolloutConfig, url: str) -> Check:
 
 async def _looked(rollout: RolloutConfig, checkpoint: str, url: str, look: Any) -> Check:
     async with EngineHttp(url, api_key_for(rollout), timeout_s=20.0, max_attempts=1) as http:
-        found: Check = await look(backend_of(rollout.engine), checkpoint, http)
-        return found
+        check: Check = await look(backend_of(rollout.engine), checkpoint, http)
+        return check
 
 
 async def _tokenizer(backend: ServerBackend, checkpoint: str, http: EngineHttp) -> Check:
     tokens, name = Tokens(checkpoint), f"tokenizer of {http.url}"
     for text in SAMPLES:
         try:
-            said = await backend.tokenized(http, text)
+            served_ids = await backend.tokenized(http, text)
         except EngineError as error:
             return Check(name, "skip", f"the server does not tokenize: {error.what}")
-        if said is None:
+        if served_ids is None:
             return Check(name, "skip", "servers of this engine do not say how they tokenize")
-        theirs, ours = list(said), list(tokens.encode_plain(text))
+        theirs, ours = list(served_ids), list(tokens.encode_plain(text))
         if theirs != ours:
             return Check(
                 name,

@@ -37,42 +37,42 @@ def run(args: argparse.Namespace) -> int:
     with Scratch() as scratch:
         target = find_target(args.weights, args.step, scratch)
         by = answering(target, args.config, args.by)
-        path, own = settings_of(
+        path, overrides = settings_of(
             target, by=by, config=args.config, prompts=args.prompts, samples=args.samples, scratch=scratch
         )
-        config, _ = load_here(str(path), [*own, *args.overrides])
+        config, _ = load_here(str(path), [*overrides, *args.overrides])
         out = args.json or target.folder / f"{'' if target.run else 'eval-'}{target.name}-{short_name(by)}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
         print(f"evaluating {target.weights if args.step is None else target.name} by {by}", flush=True)
-        found = evaluate(config, target.weights, by, scratch, out.with_suffix(".log"))
-    print(table(found))
+        evaluation = evaluate(config, target.weights, by, scratch, out.with_suffix(".log"))
+    print(table(evaluation))
     document = {
         "weights": str(args.weights),
         "checkpoint": target.name,
         "by": by,
-        "dtype": found.dtype,
+        "dtype": evaluation.dtype,
         "task": config.task.model_dump(mode="json"),
-        "metrics": dict(found.metrics),
-        "intervals_95": {name: list(interval) for name, interval in found.intervals.items()},
-        "answers": dict(found.answers),
+        "metrics": dict(evaluation.metrics),
+        "intervals_95": {name: list(interval) for name, interval in evaluation.intervals.items()},
+        "answers": dict(evaluation.answers),
     }
     out.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"\nresults: {out}")
     return 0
 
 
-def table(found: Evaluation) -> str:
+def table(evaluation: Evaluation) -> str:
     """The metrics, one to a line, and the first answers."""
-    width = max(len(name) for name in found.metrics)
+    width = max(len(name) for name in evaluation.metrics)
     lines = []
-    for name, value in found.metrics.items():
-        interval = found.intervals.get(name)
+    for name, value in evaluation.metrics.items():
+        interval = evaluation.intervals.get(name)
         reach = f"  95% interval over prompts [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
         lines.append(f"{name:<{width}}  {value:10.4f}{reach}")
-    for name, answers in found.answers.items():
+    for name, answers in evaluation.answers.items():
         lines.append(f"\nanswers{f' of {name}' if name else ''}, the first {min(NUM_SHOWN, len(answers))}:")
-        for each in answers[:NUM_SHOWN]:
-            greedy = each["greedy"]
-            said = greedy.get("text", f"(rejected: {greedy.get('rejected')})")
-            lines.append(f"  {each['prompt'][-60:]!r} -> {said[:80]!r}  reward {greedy.get('reward', '-')}")
+        for answer in answers[:NUM_SHOWN]:
+            greedy = answer["greedy"]
+            answer_text = greedy.get("text", f"(rejected: {greedy.get('rejected')})")
+            lines.append(f"  {answer['prompt'][-60:]!r} -> {answer_text[:80]!r}  reward {greedy.get('reward', '-')}")
     return "\n".join(lines)

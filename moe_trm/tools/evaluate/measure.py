@@ -128,7 +128,7 @@ async def _evaluate(
             )
             metrics: dict[str, float] = {}
             intervals: dict[str, tuple[float, float]] = {}
-            told: dict[str, list[dict[str, Any]]] = {}
+            answers_by_set: dict[str, list[dict[str, Any]]] = {}
             for name, prompts in sets.items():
                 answers = await evaluator.answers(prompts)
                 metrics |= evaluator.summary(name, answers)
@@ -136,13 +136,13 @@ async def _evaluate(
                 name_of_mean, rewards = evaluator.greedy_rewards(answers)
                 if (interval := _interval(rewards)) is not None:
                     intervals[f"{prefix}{name_of_mean}"] = interval
-                told[name] = _told(task, answers)
+                answers_by_set[name] = _told(task, answers)
         finally:
             await sampler.close()
     finally:
         await task.close()
         await engine.close()
-    return Evaluation(metrics, intervals, told, dtype)
+    return Evaluation(metrics, intervals, answers_by_set, dtype)
 
 
 def _interval(rewards: Sequence[float]) -> tuple[float, float] | None:
@@ -168,7 +168,7 @@ def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
             "prompt": prompt.text,
             "answer": prompt.answer,
             "greedy": told(answers.greedy[number], number),
-            "sampled": [told(each[number], number) for each in answers.samples],
+            "sampled": [told(sample_answers[number], number) for sample_answers in answers.samples],
         }
         for number, prompt in enumerate(answers.prompts)
     ]

@@ -82,9 +82,9 @@ def answering(target: Target, config: Path | None, by: str | None) -> str:
     """
     path = config or (target.run.path / "config.json" if target.run is not None else None)
     rollout = (read_yaml(path).get("rollout") or {}) if path is not None else {}
-    own = str(rollout.get("engine", DEFAULT))
+    run_engine = str(rollout.get("engine", DEFAULT))
     if by is None:
-        return own if traits_of(own).has_servers else DEFAULT
+        return run_engine if traits_of(run_engine).has_servers else DEFAULT
     if not may_answer(by):
         raise ConfigError(
             "this engine has no servers that could answer", where="--by", got=by, expected=f"{DEFAULT}, {LEARNER}"
@@ -111,9 +111,9 @@ def settings_of(
         )
     task = (read_yaml(path).get("task") or {}) if path is not None else {}
     # This evaluation has a server of its own: pushing to the servers of a run would end that run.
-    own = ["rollout.url=null", "rollout.urls=[]", "rollout.router=null", "rollout.server.port=0"]
+    overrides = ["rollout.url=null", "rollout.urls=[]", "rollout.router=null", "rollout.server.port=0"]
     engine = DEFAULT if by == LEARNER else by
-    own += [
+    overrides += [
         f"rollout.engine={json.dumps(engine)}",
         "rollout.bundle=null",
         "rollout.colocate=false",
@@ -122,10 +122,10 @@ def settings_of(
     if path is None:
         path = scratch / "eval.yaml"
         path.write_text(json.dumps({"model": {"checkpoint": str(target.weights)}}), encoding="utf-8")
-    own.append(f"model.checkpoint={json.dumps(str(target.weights))}")
+    overrides.append(f"model.checkpoint={json.dumps(str(target.weights))}")
     if prompts is not None:
-        own += _asking(prompts, keeps_name=task.get("name") == "gsm8k")
-    return path, own + ([f"eval.samples={samples}"] if samples is not None else [])
+        overrides += _asking(prompts, keeps_name=task.get("name") == "gsm8k")
+    return path, overrides + ([f"eval.samples={samples}"] if samples is not None else [])
 
 
 def _asking(prompts: Path, *, keeps_name: bool) -> Sequence[str]:

@@ -47,15 +47,15 @@ class Arm:
 
     def values(self, metric: str, *, at_end: bool = False) -> list[float]:
         """One value for each finished run that measured `metric` finitely: its last one, or the mean over its steps."""
-        found = []
+        figures = []
         for run in self.runs.values():
             points = [(step, value) for step, value in run.series(metric) if step > 0 or at_end]
             if at_end and points and points[-1][0] == run.last_step and points[-1][1] is not None:
-                found.append(points[-1][1])
+                figures.append(points[-1][1])
             finite = [value for _, value in points if value is not None]
             if not at_end and finite:
-                found.append(mean(finite))
-        return found
+                figures.append(mean(finite))
+        return figures
 
     def metrics(self) -> set[str]:
         return {name for run in self.runs.values() for name in run.metrics()}
@@ -78,36 +78,36 @@ class Arm:
 
     def reach(self, metric: str) -> list[tuple[int, float, float]]:
         """Student's 95% interval of the mean at every step that all finished runs have; empty for a single run."""
-        found = []
+        intervals = []
         for step, values in self._common(metric):
             finite = [value for value in values if value is not None]
             interval = around_mean(finite) if len(finite) == len(values) else None
             if interval is not None:
-                found.append((step, *interval))
-        return found
+                intervals.append((step, *interval))
+        return intervals
 
     def _common(self, metric: str) -> Iterator[tuple[int, Sequence[float | None]]]:
-        every = [dict(run.series(metric)) for run in self.runs.values()]
-        for step in sorted(set.intersection(*(set(points) for points in every))):
-            yield step, [points[step] for points in every]
+        points_by_run = [dict(run.series(metric)) for run in self.runs.values()]
+        for step in sorted(set.intersection(*(set(points) for points in points_by_run))):
+            yield step, [points[step] for points in points_by_run]
 
 
 def read_arms(plan: ExperimentPlan, states: States) -> list[Arm]:
     """Every arm of the plan, in its order. Raises `RunError` for a finished run whose files are gone."""
     arms = []
     for name in plan.file.arms:
-        own, again = (
+        arm_states, again = (
             tuple(state for state in states if state.arm == name and state.again is second) for second in (False, True)
         )
         runs, repetitions = (
             {state.seed: read_run(plan.folder / state.run) for state in part if state.state == "finished"}
-            for part in (own, again)
+            for part in (arm_states, again)
         )
         evaluations: dict[str, list[Mapping[str, float]]] = {
-            by: [_evaluation(result_of(plan, state.run, by)) for state in own if state.state == "finished"]
+            by: [_evaluation(result_of(plan, state.run, by)) for state in arm_states if state.state == "finished"]
             for by in plan.file.evaluations
         }
-        arms.append(Arm(name, runs, own, evaluations, repetitions, again))
+        arms.append(Arm(name, runs, arm_states, evaluations, repetitions, again))
     return arms
 
 

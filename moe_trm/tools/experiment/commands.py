@@ -100,8 +100,8 @@ def run_experiment(
     with alone(plan.folder):
         states = States(plan)
         states.begin(plan)
-        left = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
-        asked = _run(plan, states, left, jobs, made_of, served_by) if left else 0
+        pending = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
+        asked = _run(plan, states, pending, jobs, made_of, served_by) if pending else 0
         arms = read_arms(plan, states)
         written = page.write(plan, arms, about(plan, states), states.fixed.changes)
     print("\n".join(page.summary(plan, arms)))
@@ -112,16 +112,16 @@ def run_experiment(
 def _run(
     plan: ExperimentPlan,
     states: States,
-    left: Sequence[PlannedRun],
+    pending: Sequence[PlannedRun],
     jobs: int,
     made_of: Stages,
     served_by: Serve,
 ) -> int:
     """`run_all` beside the server that the runs share, if they do."""
     if not plan.file.shared_server:
-        return run_all(plan, states, left, jobs=jobs, made_of=made_of)
+        return run_all(plan, states, pending, jobs=jobs, made_of=made_of)
     with served_by(plan) as server:
-        return run_all(plan, states, left, jobs=jobs, made_of=server.attached(made_of))
+        return run_all(plan, states, pending, jobs=jobs, made_of=server.attached(made_of))
 
 
 def described(plan: ExperimentPlan, states: States, jobs: int) -> list[str]:
@@ -136,8 +136,8 @@ def described(plan: ExperimentPlan, states: States, jobs: int) -> list[str]:
         f"primary metric: {file.primary_metric}, every arm against {file.against}",
     ]
     for arm in file.arms:
-        apart = [f"{key}={as_yaml(own)} (not {as_yaml(first)})" for key, (first, own) in plan.apart(arm).items()]
-        lines.append(f"arm {arm}: {', '.join(apart) or 'the baseline'}")
+        distinct = [f"{key}={as_yaml(value)} (not {as_yaml(first)})" for key, (first, value) in plan.apart(arm).items()]
+        lines.append(f"arm {arm}: {', '.join(distinct) or 'the baseline'}")
     lines += [f"{run.name}: {states.of(run).state}" for run in plan.runs]
     if len(file.seeds) < LEAST_PAIRS:
         lines.append(f"note: with fewer than {LEAST_PAIRS} seeds no claim will be possible")

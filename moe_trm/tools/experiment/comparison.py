@@ -58,11 +58,11 @@ class Comparison:
 
     @property
     def difference(self) -> PairedDifference:
-        return paired([other - first for _, first, other in self.pairs])
+        return paired([second - first for _, first, second in self.pairs])
 
     @property
     def means(self) -> tuple[float, float]:
-        return mean(first for _, first, _ in self.pairs), mean(other for _, _, other in self.pairs)
+        return mean(first for _, first, _ in self.pairs), mean(second for _, _, second in self.pairs)
 
     @property
     def certainty(self) -> str:
@@ -75,25 +75,29 @@ class Comparison:
             for arm in (self.first, self.other)
             if arm.failed
         ]
-        apart = f", of the finished runs alone: {' and '.join(failed)} failed" if failed else ""
-        apart += f"; {self.doubt}" if self.doubt else ""
+        remark = f", of the finished runs alone: {' and '.join(failed)} failed" if failed else ""
+        remark += f"; {self.doubt}" if self.doubt else ""
         if self.difference.holds_zero:
-            return f"not shown: the interval holds 0{apart}"
+            return f"not shown: the interval holds 0{remark}"
         higher = self.other.name if self.difference.mean > 0 else self.first.name
-        return f"higher in {higher}: the interval leaves 0 out{apart}"
+        return f"higher in {higher}: the interval leaves 0 out{remark}"
 
     @property
     def told(self) -> str:
         """The difference with its sign and its interval."""
-        found = self.difference
-        reach = f" [{short(found.interval[0])}, {short(found.interval[1])}]" if found.interval else " (no interval)"
-        return f"{'+' if found.mean >= 0 else '-'}{short(abs(found.mean))}{reach}"
+        difference = self.difference
+        reach = (
+            f" [{short(difference.interval[0])}, {short(difference.interval[1])}]"
+            if difference.interval
+            else " (no interval)"
+        )
+        return f"{'+' if difference.mean >= 0 else '-'}{short(abs(difference.mean))}{reach}"
 
     @property
     def sentence(self) -> str:
-        first, other = self.means
+        first, second_mean = self.means
         return (
-            f"{self.when}, {self.measure.words}: {short(first)} in {self.first.name}, {short(other)} in "
+            f"{self.when}, {self.measure.words}: {short(first)} in {self.first.name}, {short(second_mean)} in "
             f"{self.other.name}; paired difference {self.told} over {len(self.pairs)} "
             f"seed{'s' if len(self.pairs) != 1 else ''}: {self.certainty}."
         )
@@ -103,36 +107,40 @@ def comparisons(arms: Sequence[Arm], against: str, primary_metric: str) -> list[
     """Every other arm against the baseline: in the primary metric first, then in what reports compare."""
     primary = measure_of(primary_metric)
     first = next(arm for arm in arms if arm.name == against)
-    found = []
-    for measure in (primary, *(each for each in MEASURES if each != primary)):
-        found += [made for arm in arms if arm is not first and (made := _comparison(measure, first, arm)) is not None]
-    return found
+    results = []
+    for measure in (primary, *(measure_kind for measure_kind in MEASURES if measure_kind != primary)):
+        results += [made for arm in arms if arm is not first and (made := _comparison(measure, first, arm)) is not None]
+    return results
 
 
 def conclusions(arms: Sequence[Arm], against: str, primary_metric: str) -> list[str]:
     """One sentence for each other arm, about the primary metric; where there is no pair, that."""
     primary = measure_of(primary_metric)
-    found = {each.other.name: each for each in comparisons(arms, against, primary_metric) if each.measure == primary}
-    said = []
+    by_arm = {
+        comparison.other.name: comparison
+        for comparison in comparisons(arms, against, primary_metric)
+        if comparison.measure == primary
+    }
+    sentences = []
     for arm in arms:
-        if arm.name in found:
-            said.append(found[arm.name].sentence)
+        if arm.name in by_arm:
+            sentences.append(by_arm[arm.name].sentence)
         elif arm.name != against:
-            said.append(
+            sentences.append(
                 f"{arm.name} against {against}, {primary.words}: no claim is possible, no seed has finished in both."
             )
-    return said or ["There is one arm, so there is nothing to compare."]
+    return sentences or ["There is one arm, so there is nothing to compare."]
 
 
-def _comparison(measure: Measure, first: Arm, other: Arm) -> Comparison | None:
-    seeds = sorted(first.runs.keys() & other.runs.keys())
-    runs = [arm.runs[seed] for arm in (first, other) for seed in seeds]
+def _comparison(measure: Measure, first: Arm, second: Arm) -> Comparison | None:
+    seeds = sorted(first.runs.keys() & second.runs.keys())
+    runs = [arm.runs[seed] for arm in (first, second) for seed in seeds]
     read = reader(runs, measure)
     if read is None:
         return None
     when, value = read
-    pairs = tuple((seed, value(first.runs[seed]), value(other.runs[seed])) for seed in seeds)
-    return Comparison(measure, when, first, other, pairs, answers_of(runs, measure.metric))
+    pairs = tuple((seed, value(first.runs[seed]), value(second.runs[seed])) for seed in seeds)
+    return Comparison(measure, when, first, second, pairs, answers_of(runs, measure.metric))
 
 
 def answers_of(runs: Sequence[Run], metric: str) -> int | None:

@@ -78,13 +78,13 @@ def read_file(path: str | Path) -> ExperimentFile:
 
 def _problem(details: Any) -> Problem:
     key = ".".join(str(part) for part in details["loc"])
-    known = list(ExperimentFile.model_fields)
+    keys = list(ExperimentFile.model_fields)
     if details["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, known, n=1)
+        close = difflib.get_close_matches(key, keys, n=1)
         return Problem(
             key,
             "unknown key of an experiment",
-            fix=f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}; settings go into overrides",
+            fix=f"did you mean {close[0]}?" if close else f"known here: {', '.join(keys)}; settings go into overrides",
         )
     if details["type"] == "missing":
         return Problem(key, "required and missing", fix=str(ExperimentFile.model_fields[key].description))

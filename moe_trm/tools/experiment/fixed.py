@@ -38,26 +38,31 @@ class Fixed:
         if saved is None:
             return
         document = _read(saved, where)
-        before: Flat = document["settings"]
+        saved_settings: Flat = document["settings"]
         self.changes += document.get("changes", [])
-        changed = different_keys(before, self._now)
+        changed = different_keys(saved_settings, self._now)
         arms = self._now["order"]
         places = {key: place for key in changed if (place := _in_an_arm(key, arms)) is not None}
         refused = [
             key
             for key in changed
             if key not in places
-            or (places[key][0] in begun and (key in before or not _at_default(places[key][1], self._now[key])))
+            or (places[key][0] in begun and (key in saved_settings or not _at_default(places[key][1], self._now[key])))
         ]
         if refused:
-            raise _refusal(before, self._now, refused, where)
+            raise _refusal(saved_settings, self._now, refused, where)
         if changed:
             self.changes.append(
                 {
                     "unix_s": time.time(),
                     "moe_trm": __version__,
                     "settings": [
-                        {"arm": arm, "setting": setting, "before": _told(before, key), "after": _told(self._now, key)}
+                        {
+                            "arm": arm,
+                            "setting": setting,
+                            "before": _told(saved_settings, key),
+                            "after": _told(self._now, key),
+                        }
                         for key, (arm, setting) in places.items()
                     ],
                 }
@@ -73,10 +78,10 @@ def changed_later(changes: Sequence[Mapping[str, Any]]) -> list[tuple[float, str
     """One row per change: time in unix seconds, arms, setting, before, after. What many arms share is one row."""
     rows: dict[tuple[float, str, str, str], list[str]] = {}
     for change in changes:
-        for each in change["settings"]:
-            same = (change["unix_s"], each["setting"], each["before"], each["after"])
-            rows.setdefault(same, []).append(each["arm"])
-    return [(at, ", ".join(arms), setting, before, after) for (at, setting, before, after), arms in rows.items()]
+        for change_entry in change["settings"]:
+            same = (change["unix_s"], change_entry["setting"], change_entry["before"], change_entry["after"])
+            rows.setdefault(same, []).append(change_entry["arm"])
+    return [(at, ", ".join(arms), setting, old, after) for (at, setting, old, after), arms in rows.items()]
 
 
 def _read(saved: bytes, where: Path) -> Flat:
@@ -103,8 +108,8 @@ def _read(saved: bytes, where: Path) -> Flat:
     return dict(document)
 
 
-def _refusal(before: Flat, now: Flat, keys: Sequence[str], where: Path) -> ConfigError:
-    shown = [f"{key}: {_told(before, key)} -> {_told(now, key)}" for key in keys[:MOST_CHANGES]]
+def _refusal(saved_settings: Flat, settings: Flat, keys: Sequence[str], where: Path) -> ConfigError:
+    shown = [f"{key}: {_told(saved_settings, key)} -> {_told(settings, key)}" for key in keys[:MOST_CHANGES]]
     more = [f"and {len(keys) - MOST_CHANGES} more"] if len(keys) > MOST_CHANGES else []
     return ConfigError(
         "the experiment in this folder was begun with other settings",
@@ -118,8 +123,8 @@ def _refusal(before: Flat, now: Flat, keys: Sequence[str], where: Path) -> Confi
 
 def _in_an_arm(key: str, arms: Sequence[str]) -> tuple[str, str] | None:
     """Arm and setting of a dotted key, None for one of the whole experiment; names of arms may have dots themselves."""
-    own = [arm for arm in arms if key.startswith(f"arms.{arm}.")]
-    return (arm := max(own, key=len), key.removeprefix(f"arms.{arm}.")) if own else None
+    matching = [arm for arm in arms if key.startswith(f"arms.{arm}.")]
+    return (arm := max(matching, key=len), key.removeprefix(f"arms.{arm}.")) if matching else None
 
 
 def _at_default(setting: str, value: object) -> bool:

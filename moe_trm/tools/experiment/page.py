@@ -60,10 +60,10 @@ def write(
 def summary(plan: ExperimentPlan, arms: Sequence[Arm]) -> list[str]:
     """The conclusion in sentences: what may be said, and how many runs it rests on."""
     file = plan.file
-    said = conclusions(arms, file.against, file.primary_metric)
+    sentences = conclusions(arms, file.against, file.primary_metric)
     if len(file.seeds) < LEAST_PAIRS:
-        said.append(f"With fewer than {LEAST_PAIRS} seeds no claim is possible, whatever the figures are.")
-    return [*said, *(f"{arm.name}: {arm.told}." for arm in arms)]
+        sentences.append(f"With fewer than {LEAST_PAIRS} seeds no claim is possible, whatever the figures are.")
+    return [*sentences, *(f"{arm.name}: {arm.told}." for arm in arms)]
 
 
 def markdown(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
@@ -76,18 +76,18 @@ def markdown(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], ma
 def render(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
     """One self-contained page."""
     name = escape(plan.file.name)
-    said = "".join(f"<p>{text(sentence)}</p>" for sentence in summary(plan, arms))
+    paragraphs = "".join(f"<p>{text(sentence)}</p>" for sentence in summary(plan, arms))
     means = [run for arm in arms if (run := arm.mean_run()) is not None]
     drawn, cards = _curves(plan, arms, means), Cards(means) if means else None
     body = [
         f'<header><h1>{name}</h1><p class="about">{escape(" · ".join(about))}</p></header>',
-        f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>',
+        f'<section class="conclusion"><h2>Conclusion</h2>{paragraphs}</section>',
         drawn,
         *(table.html() for table in made),
     ]
     if cards is not None:
-        every = "<details><summary>Every chart of a report, of the means over seeds</summary>"
-        body += [every, *cards.sections(), "</details>"]
+        all_charts = "<details><summary>Every chart of a report, of the means over seeds</summary>"
+        body += [all_charts, *cards.sections(), "</details>"]
     data = cards.data({curve.metric for curve in _wanted(plan)}) if cards is not None else {"runs": []}
     return document(plan.file.name, "\n".join(part for part in body if part), data)
 
@@ -104,7 +104,7 @@ def _curves(plan: ExperimentPlan, arms: Sequence[Arm], means: Sequence[Run]) -> 
             for place, (arm, run) in enumerate(zip(finished, means, strict=True))
             if (points := run.series(curve.metric))
         ]
-        if any(each.finite for each in series):
+        if any(line.finite for line in series):
             drawing = draw.lines(curve.title, series, steps, log=curve.log, floor=False)
             cards.append(framed(curve.title, curve.note, legend(series) + drawing))
     note = "Means over finished runs, at the steps that all runs of an arm have; areas are 95% intervals over seeds."

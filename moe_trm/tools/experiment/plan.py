@@ -77,8 +77,8 @@ class ExperimentPlan:
 
     def apart(self, arm: str) -> dict[str, tuple[Any, Any]]:
         """Settings of `arm` that differ from the baseline's: theirs and its own."""
-        first, own = (_apart_from_place(self.configs[each].dump()) for each in (self.file.against, arm))
-        return {key: (first.get(key), own.get(key)) for key in different_keys(first, own)}
+        first, settings = (_apart_from_place(self.configs[name].dump()) for name in (self.file.against, arm))
+        return {key: (first.get(key), settings.get(key)) for key in different_keys(first, settings)}
 
 
 def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_start) -> ExperimentPlan:
@@ -124,14 +124,14 @@ def _runs(file: ExperimentFile, folder: Path) -> Iterator[PlannedRun]:
 
 def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int, *, again: bool = False) -> PlannedRun:
     run = PlannedRun(arm, seed, (), again=again)
-    own = (
+    run_settings = (
         f"name={run.name}",
         f"run_dir={folder}",
         f"seed={seed}",
         f"train.steps={file.steps}",
         "rollout.server.port=0",
     )
-    return PlannedRun(arm, seed, (*file.overrides, *file.arms[arm], *own), again=again)
+    return PlannedRun(arm, seed, (*file.overrides, *file.arms[arm], *run_settings), again=again)
 
 
 def _overrides_of_its_own(file: ExperimentFile) -> Iterator[Problem]:
@@ -155,8 +155,8 @@ def _shared_places(settings: dict[str, Any]) -> Iterator[Problem]:
 
 def _same_arms(settings: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
     seen: dict[str, str] = {}
-    for arm, own in settings.items():
-        key = json.dumps(_apart_from_place(own), sort_keys=True)
+    for arm, arm_settings in settings.items():
+        key = json.dumps(_apart_from_place(arm_settings), sort_keys=True)
         if key in seen:
             yield Problem(
                 "arms",
@@ -170,10 +170,10 @@ def _same_arms(settings: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
 
 def _arms(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
     """Arms that do not measure the metric or that leave nothing to evaluate."""
-    found = (
+    problems = (
         metric_problem(file.primary_metric, config.eval, config.task, config.rollout) for config in configs.values()
     )
-    yield from dict.fromkeys(problem for problem in found if problem is not None)
+    yield from dict.fromkeys(problem for problem in problems if problem is not None)
     for arm, config in configs.items():
         if file.evaluations and not config.train.export and not config.checkpoint.every:
             yield Problem(
@@ -194,12 +194,12 @@ def _server(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Pro
         if needs:
             yield Problem("shared_server", f"runs of arm {arm} cannot share a server", got=needs, expected="false")
             continue
-        own = _apart_from_place(config.dump())
-        apart = [key for key in different_keys(first, own) if key.startswith(SERVED)]
-        if apart:
-            told = ", ".join(f"{key}={as_yaml(own.get(key))}" for key in apart)
+        settings = _apart_from_place(config.dump())
+        distinct = [key for key in different_keys(first, settings) if key.startswith(SERVED)]
+        if distinct:
+            listed = ", ".join(f"{key}={as_yaml(settings.get(key))}" for key in distinct)
             yield Problem(
-                "shared_server", f"arm {arm} needs another server than {file.against}", got=told, expected="false"
+                "shared_server", f"arm {arm} needs another server than {file.against}", got=listed, expected="false"
             )
 
 

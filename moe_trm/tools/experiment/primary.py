@@ -13,8 +13,8 @@ from moe_trm.observe.report.conclusion import MEASURES, Measure
 
 def measure_of(metric: str) -> Measure:
     """The comparison of a metric: an evaluation by its last value, what every step measures by its last steps."""
-    known = next((measure for measure in MEASURES if measure.metric == metric), None)
-    return known or Measure(metric, metric, at_end=metric.startswith("eval/"))
+    drawn = next((measure for measure in MEASURES if measure.metric == metric), None)
+    return drawn or Measure(metric, metric, at_end=metric.startswith("eval/"))
 
 
 def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig, rollout: RolloutConfig) -> Problem | None:
@@ -31,8 +31,8 @@ def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig, rollou
                 expected="held-out prompts",
                 fix="set task.eval_prompts" if task.reads_prompts else "set task.eval_size above 0",
             )
-        known = evaluation_metrics(evaluation, task, rollout)
-        return None if metric in known else _unknown(metric, known)
+        metrics = evaluation_metrics(evaluation, task, rollout)
+        return None if metric in metrics else _unknown(metric, metrics)
     patterns = [pattern for section in SECTIONS for chart in section.chart for pattern in chart.metrics]
     if matching(tuple(patterns), [metric]):
         return None
@@ -41,12 +41,12 @@ def metric_problem(metric: str, evaluation: EvalConfig, task: TaskConfig, rollou
     )
 
 
-def _unknown(metric: str, known: list[str]) -> Problem:
-    close = difflib.get_close_matches(metric, known, n=3)
+def _unknown(metric: str, metrics: list[str]) -> Problem:
+    close = difflib.get_close_matches(metric, metrics, n=3)
     return Problem(
         "primary_metric",
         "no run of these settings writes this metric",
         got=metric,
-        expected=" or ".join(close) if close else ", ".join(known[:6]),
+        expected=" or ".join(close) if close else ", ".join(metrics[:6]),
         fix="docs/report.md says where the metrics of a run are",
     )

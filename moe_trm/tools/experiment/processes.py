@@ -36,11 +36,11 @@ class StopSignal:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def pass_on(self, running: Iterable[RunProcess]) -> None:
@@ -51,10 +51,10 @@ class StopSignal:
         if self.asked and not self._told:
             self._told = True
             print("asked to stop: no further run begins, and those that run save themselves", flush=True)
-        for each in running:
-            while each.told < self._times:
-                each.told += 1
-                each.process.send_signal(signal.SIGTERM)
+        for process_entry in running:
+            while process_entry.told < self._times:
+                process_entry.told += 1
+                process_entry.process.send_signal(signal.SIGTERM)
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
         self.asked = number
@@ -100,7 +100,7 @@ def left_to_run(
 def run_all(
     plan: ExperimentPlan,
     states: States,
-    left: Sequence[PlannedRun],
+    pending: Sequence[PlannedRun],
     *,
     jobs: int = 1,
     made_of: Stages = stages,
@@ -110,7 +110,7 @@ def run_all(
 
     The reasons of earlier ends stay in the books. Returns the signal that asked to stop, 0 when no run is left.
     """
-    waiting = list(left)
+    waiting = list(pending)
     stop, started = StopSignal(), dict[str, RunProcess]()
     with stop.listening():
         while started or (waiting and not stop.asked):
@@ -119,7 +119,7 @@ def run_all(
                 started[run.name] = _start(plan, run, states, made_of(plan, run))
                 say(f"{run.name}: {'goes on' if states.of(run).attempts > 1 else 'begins'} ({len(waiting)} wait)")
             stop.pass_on(started.values())
-            for running in [each for each in started.values() if each.process.poll() is not None]:
+            for running in [ended for ended in started.values() if ended.process.poll() is not None]:
                 state = _end(plan, running, states, asked=bool(stop.asked))
                 if state.state == "running":
                     started[state.run] = _next(plan, running.run, states, running.left)
@@ -137,12 +137,12 @@ def _start(plan: ExperimentPlan, run: PlannedRun, states: States, made_of: Seque
         state.earlier.append(state.reason)
     state.reason = ""
     state.attempts += 1
-    left = [stage for stage in made_of if not (state.trained if stage.result is None else stage.result.is_file())]
-    return _next(plan, run, states, left or made_of[-1:])
+    pending = [stage for stage in made_of if not (state.trained if stage.result is None else stage.result.is_file())]
+    return _next(plan, run, states, pending or made_of[-1:])
 
 
-def _next(plan: ExperimentPlan, run: PlannedRun, states: States, left: Sequence[RunStage]) -> RunProcess:
-    state, (stage, *others) = states.of(run), left
+def _next(plan: ExperimentPlan, run: PlannedRun, states: States, pending: Sequence[RunStage]) -> RunProcess:
+    state, (stage, *later) = states.of(run), pending
     state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
     state.code = code_version()
     states.write()
@@ -158,7 +158,7 @@ def _next(plan: ExperimentPlan, run: PlannedRun, states: States, left: Sequence[
             start_new_session=True,
             env={**os.environ, **stage.environment},
         )
-    return RunProcess(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
+    return RunProcess(run, stage, later, process, Lifeline(process.pid), log, begins, time.monotonic())
 
 
 def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, asked: bool) -> RunState:

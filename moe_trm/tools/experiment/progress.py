@@ -72,8 +72,8 @@ class States:
         saved = settings.read_bytes() if settings.is_file() else None
         if saved is not None:
             self._states |= {state.run: state for state in _read(self._path)}
-        begun = {state.arm for state in self if state.attempts}
-        self.fixed = Fixed(plan.settings(), saved, begun, plan.folder)
+        started_arms = {state.arm for state in self if state.attempts}
+        self.fixed = Fixed(plan.settings(), saved, started_arms, plan.folder)
         for state in self._states.values():
             if state.state == "running":
                 state.state, state.reason = "stopped", "the experiment ended while it ran"

@@ -31,7 +31,7 @@ class SharedServer:
 
         def made(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
             environment = {API_KEY_VARIABLE: self.api_key}
-            return [replace(each, environment=environment) for each in made_of(plan, replace(run, server=self.url))]
+            return [replace(stage, environment=environment) for stage in made_of(plan, replace(run, server=self.url))]
 
         return made
 

@@ -35,12 +35,12 @@ def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
     moe_trm, folder = run_module("moe_trm"), plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
     attach = [f"rollout.url={run.server}"] if run.server else []
-    found = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
+    run_stages = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)
         command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]
-        found.append(RunStage(f"evaluation by {by}", command, result))
-    return found
+        run_stages.append(RunStage(f"evaluation by {by}", command, result))
+    return run_stages
 
 
 def result_of(plan: ExperimentPlan, run: str, by: str) -> Path:

@@ -89,19 +89,22 @@ def tables(plan: ExperimentPlan, arms: Sequence[Arm], changes: Sequence[Mapping[
 
 def _matrix(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
     """Figures by arms; every other arm with its paired difference from the baseline."""
-    found = comparisons(arms, plan.file.against, plan.file.primary_metric)
-    others = [arm.name for arm in arms if arm.name != plan.file.against]
+    results = comparisons(arms, plan.file.against, plan.file.primary_metric)
+    other_arms = [arm.name for arm in arms if arm.name != plan.file.against]
     rows = []
-    for measure in dict.fromkeys(each.measure for each in found):
-        own = {each.other.name: each for each in found if each.measure is measure}
-        base = max(own.values(), key=lambda each: len(each.pairs)).means[0]
-        cells = (f"{short(own[name].means[1])} ({own[name].told})" if name in own else NOT_MEASURED for name in others)
+    for measure in dict.fromkeys(comparison.measure for comparison in results):
+        by_arm = {comparison.other.name: comparison for comparison in results if comparison.measure is measure}
+        base = max(by_arm.values(), key=lambda comparison: len(comparison.pairs)).means[0]
+        cells = (
+            f"{short(by_arm[name].means[1])} ({by_arm[name].told})" if name in by_arm else NOT_MEASURED
+            for name in other_arms
+        )
         rows.append((measure.words, short(base), *cells))
     return Table(
         "Arms by figures",
         f"Means over the seeds that both have, and in brackets the paired difference from {plan.file.against} with its "
         "95% interval.",
-        ("figure", plan.file.against, *others),
+        ("figure", plan.file.against, *other_arms),
         tuple(rows),
     )
 
@@ -109,16 +112,16 @@ def _matrix(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
 def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
     rows = tuple(
         (
-            each.measure.words,
-            each.when,
-            f"{each.other.name} - {each.first.name}",
-            each.told,
-            f"[{short(each.unpaired[0])}, {short(each.unpaired[1])}]" if each.unpaired else "none",
-            ", ".join(f"{seed}: {short(other - first)}" for seed, first, other in each.pairs),
-            short(each.difference.p),
-            each.certainty,
+            comparison.measure.words,
+            comparison.when,
+            f"{comparison.other.name} - {comparison.first.name}",
+            comparison.told,
+            f"[{short(comparison.unpaired[0])}, {short(comparison.unpaired[1])}]" if comparison.unpaired else "none",
+            ", ".join(f"{seed}: {short(second - first)}" for seed, first, second in comparison.pairs),
+            short(comparison.difference.p),
+            comparison.certainty,
         )
-        for each in comparisons(arms, plan.file.against, plan.file.primary_metric)
+        for comparison in comparisons(arms, plan.file.against, plan.file.primary_metric)
     )
     return Table(
         "Paired differences",
@@ -158,17 +161,19 @@ def _repetitions(plan: ExperimentPlan, arms: Sequence[Arm]) -> Iterator[Table]:
 
 
 def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
-    known = sorted({name for arm in arms for name in arm.metrics() if name.startswith("eval/")})
+    metric_names = sorted({name for arm in arms for name in arm.metrics() if name.startswith("eval/")})
     rows = [
-        (name, *(_told(arm.values(name, at_end=True), each=True) for arm in arms))
-        for name in known
+        (name, *(_told(arm.values(name, at_end=True), list_each=True) for arm in arms))
+        for name in metric_names
         if any(arm.values(name, at_end=True) for arm in arms)
     ]
     for by in plan.file.evaluations:
         names = sorted({name for arm in arms for metrics in arm.evaluations[by] for name in metrics})
         for name in names:
             values = [[m[name] for m in arm.evaluations[by] if name in m] for arm in arms]
-            rows.append((f"{name}, final weights by {by}", *(_told(own, each=True) for own in values)))
+            rows.append(
+                (f"{name}, final weights by {by}", *(_told(arm_values, list_each=True) for arm_values in values))
+            )
     return Table(
         "Final held-out evaluation",
         f"After step {plan.file.steps}, answers of the rollout engine unless another is named: mean over seeds, 95% "
@@ -179,9 +184,9 @@ def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
 
 
 def _figures(title: str, arms: Sequence[Arm], metrics: Metrics) -> Table:
-    known = {name for arm in arms for name in arm.metrics()}
+    names = {name for arm in arms for name in arm.metrics()}
     rows = tuple(
-        (f"{label} ({name})", *(_told(arm.values(name)) for arm in arms)) for name, label in matching(metrics, known)
+        (f"{label} ({name})", *(_told(arm.values(name)) for arm in arms)) for name, label in matching(metrics, names)
     )
     return Table(
         title,
@@ -193,21 +198,21 @@ def _figures(title: str, arms: Sequence[Arm], metrics: Metrics) -> Table:
 
 def _cost(arms: Sequence[Arm]) -> Table:
     steps = _figures("Cost", arms, COST)
-    whole = tuple(_told([state.seconds for state in arm.states if state.state == "finished"]) for arm in arms)
+    run_seconds = tuple(_told([state.seconds for state in arm.states if state.state == "finished"]) for arm in arms)
     return Table(
         steps.title,
         f"{steps.note} The whole run is with its start.",
         steps.head,
-        (*steps.rows, ("whole run, s", *whole)),
+        (*steps.rows, ("whole run, s", *run_seconds)),
     )
 
 
 def _settings(plan: ExperimentPlan) -> Table:
     first = plan.file.against
     rows = tuple(
-        (arm, key, as_yaml(before), as_yaml(after))
+        (arm, key, as_yaml(old), as_yaml(after))
         for arm in plan.file.arms
-        for key, (before, after) in plan.apart(arm).items()
+        for key, (old, after) in plan.apart(arm).items()
     )
     return Table(
         "What sets the arms apart",
@@ -219,8 +224,8 @@ def _settings(plan: ExperimentPlan) -> Table:
 
 def _changed(changes: Sequence[Mapping[str, Any]]) -> Table:
     rows = tuple(
-        (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}", arms, setting, before, after)
-        for at, arms, setting, before, after in changed_later(changes)
+        (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}", arms, setting, old, after)
+        for at, arms, setting, old, after in changed_later(changes)
     )
     return Table(
         "What changed after the first run",
@@ -252,12 +257,12 @@ def _runs(arms: Sequence[Arm]) -> Table:
     )
 
 
-def _told(values: Sequence[float], *, each: bool = False) -> str:
+def _told(values: Sequence[float], *, list_each: bool = False) -> str:
     if not values:
         return NOT_MEASURED
     interval = around_mean(values)
     reach = f" [{short(interval[0])}, {short(interval[1])}]" if interval else " (one run)"
-    listed = f"; {', '.join(map(short, values))}" if each and len(values) > 1 else ""
+    listed = f"; {', '.join(map(short, values))}" if list_each and len(values) > 1 else ""
     return f"{short(mean(values))}{reach}{listed}"
 
 

@@ -64,7 +64,7 @@ def rounding_lines(loss: ChangeLoss) -> list[str]:
     """The share of the training that the published form lost; nothing where it rounded no trained weight."""
     if not loss.tensors:
         return []
-    told = [f"rounding  {loss.share:.0%} of what training changed in {loss.tensors} tensors of 8 or 4 bits is lost"]
+    lines = [f"rounding  {loss.share:.0%} of what training changed in {loss.tensors} tensors of 8 or 4 bits is lost"]
     if loss.share > MOST_LOST:
-        told.append("          without --published, or with --adapter where adapters were trained, nothing is")
-    return told
+        lines.append("          without --published, or with --adapter where adapters were trained, nothing is")
+    return lines

@@ -103,8 +103,8 @@ class Plan:
     @property
     def configured(self) -> Simulated:
         """The pipeline mode of the configuration."""
-        own = Mode.of(self.config.pipeline, self.config.learner.minibatches)
-        return next(found for found in self.modes if found.mode == own)
+        mode = Mode.of(self.config.pipeline, self.config.learner.minibatches)
+        return next(simulated for simulated in self.modes if simulated.mode == mode)
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,19 @@ class Work:
     def wire(self, config: Config) -> dict[str, Figure]:
         """Bytes of a step. The controller holds a step more for every version that samples may be behind."""
         lengths, rollout = self.assumptions.lengths, config.rollout
-        found: dict[str, Figure] = {}
+        figures: dict[str, Figure] = {}
         held = 0.0
         if config.replay.mode == "R3" or config.probe.every:
             for name, figure in route_bytes(self.hf).items():
-                found[f"routes, {name}"] = _of_step(figure, self.step_tokens(config), lengths.basis)
-            held += found["routes, wire"].value if found else 0.0
+                figures[f"routes, {name}"] = _of_step(figure, self.step_tokens(config), lengths.basis)
+            held += figures["routes, wire"].value if figures else 0.0
         if config.keeps_masks and rollout.top_p < 1:
             sampled = rollout.prompts_per_step * rollout.group_size * lengths.mean
-            found["masks, wire"] = _of_step(mask_bytes(self.assumptions.kept_ids)["wire"], sampled, lengths.basis)
-            held += found["masks, wire"].value
+            figures["masks, wire"] = _of_step(mask_bytes(self.assumptions.kept_ids)["wire"], sampled, lengths.basis)
+            held += figures["masks, wire"].value
         ahead = config.pipeline.staleness_limit + 1
-        basis = weakest(*(figure.basis for figure in found.values()), "measured")
-        return {**found, "controller": Figure(held * ahead, basis, f"{ahead} step(s) of what is on the wire")}
+        basis = weakest(*(figure.basis for figure in figures.values()), "measured")
+        return {**figures, "controller": Figure(held * ahead, basis, f"{ahead} step(s) of what is on the wire")}
 
     def train_s(self, model: Model, config: Config, cluster: Cluster, ranks: int, columns: float) -> float:
         """Seconds of one training step: products, stages that wait, exchange. A measured speed has all of it."""
@@ -215,15 +215,17 @@ class Work:
         batches = self.assumptions.lengths.batches(STEPS, max(1, round(samples * share)))
         few = replace(fleet, servers=round(fleet.servers * share), in_flight=max(1.0, fleet.in_flight * share))
         operations = training_operations(model, self.hf, config, self.context)
-        other = changed(config, "pipeline", **mode.settings)
-        own, with_older = (training_operations(model, self.hf, other, self.context, n) for n in (0.0, 1.0))
+        mode_config = changed(config, "pipeline", **mode.settings)
+        own_operations, with_older = (
+            training_operations(model, self.hf, mode_config, self.context, n) for n in (0.0, 1.0)
+        )
         sends = config.sync.method == "distributed"
         return simulate(
             batches,
-            train_s * own / operations,
+            train_s * own_operations / operations,
             few,
             mode.schedule(sends=sends),
-            train_s * (with_older - own) / operations,
+            train_s * (with_older - own_operations) / operations,
         )
 
 
@@ -253,11 +255,11 @@ def build(config: Config, work: Work, cluster: Cluster) -> Plan:
     forwarded = [max(1, int(length + lengths.prompt_tokens)) for length in lengths.batches(1, samples)[0]]
     columns = columns_per_token(config.learner, config.batch, forwarded, ranks)
     train_s = work.train_s(model, config, cluster, ranks, columns)
-    own = Mode.of(config.pipeline, config.learner.minibatches)
-    others = () if config.rollout.colocate else MODES
+    configured = Mode.of(config.pipeline, config.learner.minibatches)
+    alternatives = () if config.rollout.colocate else MODES
     modes = [
         Simulated(mode, work.timeline(model, config, mode, fleet, train_s), basis)
-        for mode in dict.fromkeys((*others, own))
+        for mode in dict.fromkeys((*alternatives, configured))
     ]
     full = fleet.slots * fleet.rate(fleet.slots)
     workers = provision(
@@ -265,8 +267,8 @@ def build(config: Config, work: Work, cluster: Cluster) -> Plan:
         full,
         train_s,
         fleet.push_s,
-        own.staleness - own.push_every + 1,
-        lambda number: work.timeline(model, config, own, replace(fleet, servers=number), train_s),
+        configured.staleness - configured.push_every + 1,
+        lambda number: work.timeline(model, config, configured, replace(fleet, servers=number), train_s),
     )
     return Plan(
         config,
@@ -286,10 +288,14 @@ def build(config: Config, work: Work, cluster: Cluster) -> Plan:
     )
 
 
-def overrides(config: Config, before: Config) -> list[str]:
-    """`config` as overrides of `before`."""
-    own, given = flatten(config.dump()), flatten(before.dump())
-    return [f"{key}={_word(value)}" for key, value in own.items() if key not in given or value != given[key]]
+def overrides(config: Config, base: Config) -> list[str]:
+    """`config` as overrides of `base`."""
+    settings, base_settings = flatten(config.dump()), flatten(base.dump())
+    return [
+        f"{key}={_word(value)}"
+        for key, value in settings.items()
+        if key not in base_settings or value != base_settings[key]
+    ]
 
 
 def _word(value: object) -> str:

@@ -70,7 +70,7 @@ def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_
     else:
         stage, memory = megatron_memory(model, hf, learner, load)
     waiting = bubble(config.learner, config.rollout, len(model.layers), step_tokens, load.world)
-    layers = tuple(len(own) for own in layers_of(learner.parallel, len(model.layers)))
+    layers = tuple(len(stage_layers) for stage_layers in layers_of(learner.parallel, len(model.layers)))
     # Gradients have 4 bytes for each number that trains, shared as these are at stages 2 and 3 of ZeRO.
     trained = BYTES[learner.dtype] * memory["gradients"] / 4 if learner.lora.rank else memory["weights"]
     stepped = stepped_elements(model, learner, load.world, stage)

@@ -93,11 +93,11 @@ def serving(
 
     room = SERVER_SHARE * cluster.gpu.memory_gb * 1e9
     sizes = [2**power for power in range(gpus.bit_length())]
-    own = server.tensor_parallel
+    gpus_per_server = server.tensor_parallel
     return Serving(
-        own,
-        max(1, gpus // own),
-        needed(own),
-        needed(own) <= room and own <= gpus,
+        gpus_per_server,
+        max(1, gpus // gpus_per_server),
+        needed(gpus_per_server),
+        needed(gpus_per_server) <= room and gpus_per_server <= gpus,
         next((size for size in sizes if needed(size) <= room), None),
     )

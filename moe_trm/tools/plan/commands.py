@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     """0 when the configuration fits its memory, or without one, when some plan does; 1 otherwise."""
     gpu = gpu_of(args.gpu)
     has_file = args.config is not None and "=" not in args.config
-    given = [] if has_file or args.config is None else [args.config]
-    config = load(args.config if has_file else WORKLOAD, [*given, *args.overrides])
-    whole, where = _hf_config(config.model, args.hf_config)
-    hf = text_config(whole)
+    config_words = [] if has_file or args.config is None else [args.config]
+    config = load(args.config if has_file else WORKLOAD, [*config_words, *args.overrides])
+    full_config, where = _hf_config(config.model, args.hf_config)
+    hf = text_config(full_config)
     if args.nodes < 1 or args.gpus < 1 or (args.server_nodes or 1) < 1:
         raise ConfigError(
             "no such machine",
@@ -85,27 +85,29 @@ def run(args: argparse.Namespace) -> int:
             got=f"{args.nodes}, {args.gpus}, {args.server_nodes}",
             expected="at least 1 of each",
         )
-    own = {"memory_gb": args.memory_gb, "bandwidth_gb_s": args.bandwidth_gb_s, "tflops": args.tflops}
-    gpu = replace(gpu, **{name: value for name, value in own.items() if value is not None})
+    hardware = {"memory_gb": args.memory_gb, "bandwidth_gb_s": args.bandwidth_gb_s, "tflops": args.tflops}
+    gpu = replace(gpu, **{name: value for name, value in hardware.items() if value is not None})
     cluster = Cluster(args.nodes, args.gpus, gpu, args.server_nodes or 1)
-    work = Work(hf, _assumptions(args, config.rollout), where, whole)
-    found = search(config, work, cluster, args.server_nodes)
-    before = (
+    work = Work(hf, _assumptions(args, config.rollout), where, full_config)
+    result = search(config, work, cluster, args.server_nodes)
+    base = (
         config
         if has_file
         else config.model_copy(update={name: getattr(Config(model=config.model), name) for name in CHOSEN})
     )
-    if reads_images(whole):
+    if reads_images(full_config):
         print("These are counts of the text model alone. The vision encoder is neither trained nor served.\n")
-    print(proposals(found, before))
-    plan = build(config, work, cluster) if has_file else next(iter(found.plans), None)
+    print(proposals(result, base))
+    plan = build(config, work, cluster) if has_file else next(iter(result.plans), None)
     if plan is not None:
         print(f"\n{'the configuration as it is' if has_file else 'plan 1'}\n\n{page(plan)}")
     if args.json:
         data = {
             **(as_data(plan) if plan else {"fits": False}),
-            "why": found.why,
-            "proposals": [{**as_data(one), "settings": overrides(one.config, before)} for one in found.plans],
+            "why": result.why,
+            "proposals": [
+                {**as_data(proposal), "settings": overrides(proposal.config, base)} for proposal in result.plans
+            ],
         }
         args.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return 0 if plan is not None and plan.fits else 1

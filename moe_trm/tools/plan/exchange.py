@@ -66,7 +66,7 @@ def exchange_seconds(
         return host + seconds(steps * 4 * stepped + gathers * size * model.total(), world)
     tensor, experts, context = parallel.tensor, parallel.expert * parallel.expert_tensor, parallel.context
     hidden, layers = size * int(hf["hidden_size"]), len(model.layers) / parallel.pipeline
-    own = passes * tokens / data_ranks(learner, world) / context
+    rank_tokens = passes * tokens / data_ranks(learner, world) / context
     shared = 4 * hidden * (tensor - 1) / tensor * layers + (context - 1) * size * _keys_and_values(hf) / tensor * layers
     mixtures = len(moe_layers(hf)) / parallel.pipeline
     routed = 2 * int(hf.get("num_experts_per_tok") or 0) * hidden * (experts - 1) / experts / tensor * mixtures
@@ -74,8 +74,8 @@ def exchange_seconds(
     reduced = (4 + size) * trained if stage > max(tensor, experts) else 0
     return (
         host
-        + seconds(own * shared, tensor * context)
-        + seconds(own * routed, experts)
+        + seconds(rank_tokens * shared, tensor * context)
+        + seconds(rank_tokens * routed, experts)
         + seconds(steps * reduced, stage)
     )
 

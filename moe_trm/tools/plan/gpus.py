@@ -36,8 +36,8 @@ GPUS = {
 
 def gpu_of(name: str) -> Gpu:
     """The GPU of that name, in any case. Raises `ConfigError` with the list."""
-    found = GPUS.get(name.lower())
-    if found is None:
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
         raise ConfigError(
             "unknown GPU",
             where="--gpu",
@@ -45,4 +45,4 @@ def gpu_of(name: str) -> Gpu:
             expected=f"one of {', '.join(GPUS)}",
             fix="Name the nearest of these, and set --memory-gb, --bandwidth-gb-s and --tflops to your own values.",
         )
-    return found
+    return gpu

@@ -137,20 +137,20 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
     copies = kernels != "fused" and (heads != groups or context > 1)
     projected = size * (heads + 2 * groups) * dim
     # Queries are cut out of the projection by a copy, keys and values are views of it.
-    found = size * 2 * heads * dim + 4 * heads  # rotated queries, weighted values, log-sum-exps
-    found += size * 2 * heads * dim * context if copies else size * groups * dim
+    kept_bytes = size * 2 * heads * dim + 4 * heads  # rotated queries, weighted values, log-sum-exps
+    kept_bytes += size * 2 * heads * dim * context if copies else size * groups * dim
     if kernels == "plain packed":
-        found += size * heads * dim  # weighted values once more, in the order of the pack
+        kept_bytes += size * heads * dim  # weighted values once more, in the order of the pack
     if normed:
         frozen = learner.lora.rank > 0
-        found += norm_kept(heads * dim, size, kernels, heads, frozen=frozen)
-        found += _view_norm(groups * dim, size, kernels, groups, frozen=frozen)
+        kept_bytes += norm_kept(heads * dim, size, kernels, heads, frozen=frozen)
+        kept_bytes += _view_norm(groups * dim, size, kernels, groups, frozen=frozen)
     if normed or not copies:
-        found += projected
+        kept_bytes += projected
     rotated = dim * rotary_share(hf)
     # Cosines and sines, once for the queries and once for the keys. Layers share those of a pack.
     is_shared = kernels == "plain packed" and rotated == dim and not family_of(hf, "config.json").yarn(hf)
-    return found, 0.0 if is_shared else 4 * size * rotated
+    return kept_bytes, 0.0 if is_shared else 4 * size * rotated
 
 
 def _view_norm(columns: float, size: int, kernels: Kernels, norms: float, *, frozen: bool) -> float:

@@ -37,15 +37,15 @@ def with_adapters(model: Model, hf: HfConfig, lora: LoraConfig, where: str = "co
     family = family_of(hf, where)
     names: defaultdict[int, Counter[str]] = defaultdict(Counter)
     for module in adapted_by_config(hf, lora):
-        if found := _MODULE.fullmatch(module):
-            names[int(found[1])][_EXPERT.sub(".experts.0.", found[2])] += 1
-    known: dict[tuple[tuple[str, int], ...], Adapted] = {(): NO_ADAPTERS}
+        if match := _MODULE.fullmatch(module):
+            names[int(match[1])][_EXPERT.sub(".experts.0.", match[2])] += 1
+    by_names: dict[tuple[tuple[str, int], ...], Adapted] = {(): NO_ADAPTERS}
 
     def layer(number: int) -> Adapted:
-        own = tuple(sorted(names[number].items()))
-        if own not in known:
-            known[own] = _adapted(dict(own), family, hf, lora.rank)
-        return known[own]
+        layer_names = tuple(sorted(names[number].items()))
+        if layer_names not in by_names:
+            by_names[layer_names] = _adapted(dict(layer_names), family, hf, lora.rank)
+        return by_names[layer_names]
 
     return replace(model, adapters=tuple(layer(number) for number in range(len(model.layers))))
 
@@ -56,7 +56,7 @@ def _adapted(modules: Mapping[str, int], family: Family, hf: HfConfig, rank: int
     merged: dict[tuple[str, ...], Merged] = {}
     for name, number in modules.items():
         packed = _packed(name, family, hf)
-        elements = sum(elements_of(f"{each}.weight", family, hf) for each in packed)
+        elements = sum(elements_of(f"{module}.weight", family, hf) for module in packed)
         share = part_of(f"{name}.weight", elements)
         if _EXPERT.search(name):
             share = replace(share, share="expert", elements=number * elements)
@@ -71,7 +71,7 @@ def _packed(name: str, family: Family, hf: HfConfig) -> tuple[str, ...]:
     latent = "kv_lora_rank" in hf and ".self_attn." in f".{name}"
     for group in TOGETHER:
         if owner in group and not latent:
-            return tuple(name.removesuffix(owner) + each for each in group)
+            return tuple(name.removesuffix(owner) + member for member in group)
     return (name,)
 
 
@@ -87,6 +87,6 @@ def _factors(name: str, number: int, family: Family, hf: HfConfig, rank: int) ->
     elif matrix.share == "whole":
         yield Part(matrix.kind, "whole", a + b, a + b)
     else:
-        cut, whole = (a, b) if owner in _NARROWED else (b, a)
+        cut, uncut = (a, b) if owner in _NARROWED else (b, a)
         yield Part(matrix.kind, matrix.share, cut, cut)
-        yield Part(matrix.kind, "whole", whole, whole)
+        yield Part(matrix.kind, "whole", uncut, uncut)

@@ -83,8 +83,8 @@ def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[i
         # A tied output layer is a copy of the embedding wherever the two are on different ranks.
         ends += [model.final_norm, *([] if model.tied and last == 0 else [model.output])]
     by_layer = model.held_by_layer(*shared)
-    own = [by_layer[layer] for layer in layers_of(parallel, len(model.layers))[stage]] + [held(ends, *shared)]
-    return sum(dense for dense, _ in own), sum(experts for _, experts in own)
+    held_parts = [by_layer[layer] for layer in layers_of(parallel, len(model.layers))[stage]] + [held(ends, *shared)]
+    return sum(dense for dense, _ in held_parts), sum(experts for _, experts in held_parts)
 
 
 def rank_factors(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -102,9 +102,9 @@ def megatron_memory(
     model: Model, hf: Mapping[str, Any], learner: LearnerConfig, load: Load, kernels: Kernels = "fused"
 ) -> tuple[int, dict[MemoryKind, float]]:
     """The pipeline stage whose ranks need most, and bytes of each kind there."""
-    found = [stage_memory(model, hf, learner, load, stage, kernels) for stage in range(learner.parallel.pipeline)]
-    most = max(range(len(found)), key=lambda stage: sum(found[stage].values()))
-    return most, found[most]
+    by_stage = [stage_memory(model, hf, learner, load, stage, kernels) for stage in range(learner.parallel.pipeline)]
+    most = max(range(len(by_stage)), key=lambda stage: sum(by_stage[stage].values()))
+    return most, by_stage[most]
 
 
 def stage_memory(
@@ -223,12 +223,14 @@ def activations(
     `full` keeps a layer's input. `selective` keeps all but the inside of MLP and MoE layers.
     """
     kept = 0.0
-    for found in _layers(hf, learner, layers, kernels, adapters):
-        scores = found.scores * tokens / rows
-        a_token = {"none": found.whole + scores, "selective": found.outside + scores, "full": found.entry}[
-            learner.recompute
-        ]
-        kept += a_token * tokens + (0 if learner.recompute == "full" else found.columns * tokens / rows)
+    for layer in _layers(hf, learner, layers, kernels, adapters):
+        scores = layer.scores * tokens / rows
+        a_token = {
+            "none": layer.whole + scores,
+            "selective": layer.outside + scores,
+            "full": layer.entry,
+        }[learner.recompute]
+        kept += a_token * tokens + (0 if learner.recompute == "full" else layer.columns * tokens / rows)
     return kept * in_flight
 
 
@@ -242,17 +244,17 @@ def layer_work(
     adapters: Sequence[Adapted] = (),
 ) -> float:
     """Bytes while one layer runs backward, beside what was kept: what it computes again, and gradients on their way."""
-    found = _layers(hf, learner, layers, kernels, adapters)
-    if not found:
+    layers_kept = _layers(hf, learner, layers, kernels, adapters)
+    if not layers_kept:
         return 0.0
     if learner.recompute == "none":
         # The last layer is the first: behind it, kept tensors are given back.
-        return found[-1].gradients * tokens
+        return layers_kept[-1].gradients * tokens
     if learner.recompute == "selective":
-        return tokens * max(layer.inside + layer.gradients for layer in found)
+        return tokens * max(layer.inside + layer.gradients for layer in layers_kept)
     return max(
         tokens * (layer.whole + layer.gradients + layer.scores * tokens / rows) + layer.columns * tokens / rows
-        for layer in found
+        for layer in layers_kept
     )
 
 
@@ -270,8 +272,8 @@ def _layers(
         is_moe, is_delta = feed_forward == "experts", attention == "gated delta"
         return layer_kept(hf, learner, kernels, is_moe=is_moe, adapted=adapted, is_delta=is_delta)
 
-    own = ((family.layer(hf, number), adapters[number] if adapters else NO_ADAPTERS) for number in layers)
-    return [kept(layer.attention, layer.feed_forward, adapted) for layer, adapted in own]
+    layer_pairs = ((family.layer(hf, number), adapters[number] if adapters else NO_ADAPTERS) for number in layers)
+    return [kept(layer.attention, layer.feed_forward, adapted) for layer, adapted in layer_pairs]
 
 
 def replay_bytes(hf: Mapping[str, Any], layers: Sequence[int], tokens: float) -> float:

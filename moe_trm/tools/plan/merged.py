@@ -46,14 +46,14 @@ def merged_bytes(
     forming = 16 if size == 4 else 20 + size
     for layer in layers:
         again = {"none": frozenset[Kind](), "selective": FEED_FORWARD, "full": layer.kinds}[learner.recompute]
-        own = {each: held(each.part) for each in layer.merged}
-        kept += size * sum(elements for each, elements in own.items() if each.part.kind not in again)
+        held_elements = {merged: held(merged.part) for merged in layer.merged}
+        kept += size * sum(elements for merged, elements in held_elements.items() if merged.part.kind not in again)
         if size != 4:
             kept += 4 * sum(held(part) for part in layer.factors if part.kind not in again)
-        one = [
-            elements if stacked else elements / max(1.0, each.number * elements / each.part.elements)
-            for each, elements in own.items()
+        parameter_elements = [
+            elements if stacked else elements / max(1.0, merged.number * elements / merged.part.elements)
+            for merged, elements in held_elements.items()
         ]
-        recomputed = size * sum(elements for each, elements in own.items() if each.part.kind in again)
-        work = max(work, recomputed + forming * max(one, default=0.0))
+        recomputed = size * sum(elements for merged, elements in held_elements.items() if merged.part.kind in again)
+        work = max(work, recomputed + forming * max(parameter_elements, default=0.0))
     return MergedBytes(kept, work)

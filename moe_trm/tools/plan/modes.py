@@ -40,8 +40,8 @@ class Mode(NamedTuple):
     @property
     def label(self) -> str:
         """The mode, `/k` with a push every k steps, and `xP` with P minibatches that are streamed."""
-        every = f"/{self.push_every}" if self.push_every > 1 else ""
-        return f"{self.mode}{every}" + (f"x{self.parts}" if self.parts > 1 else "")
+        interval = f"/{self.push_every}" if self.push_every > 1 else ""
+        return f"{self.mode}{interval}" + (f"x{self.parts}" if self.parts > 1 else "")
 
     @property
     def push(self) -> str:

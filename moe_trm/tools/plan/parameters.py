@@ -78,7 +78,7 @@ class Adapted:
     @property
     def kinds(self) -> frozenset[Kind]:
         """Kinds of matrices with adapters."""
-        return frozenset(each.part.kind for each in self.merged)
+        return frozenset(merged.part.kind for merged in self.merged)
 
 
 NO_ADAPTERS = Adapted()
@@ -138,10 +138,10 @@ class Model:
     @cached_property
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """Total and active parameters of each kind that the model has."""
-        found = {kind: [part for part in self.parts if part.kind == kind] for kind in KINDS}
+        parts_by_kind = {kind: [part for part in self.parts if part.kind == kind] for kind in KINDS}
         return {
             kind: (sum(part.elements for part in parts), sum(part.active for part in parts))
-            for kind, parts in found.items()
+            for kind, parts in parts_by_kind.items()
             if parts
         }
 
@@ -188,12 +188,12 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
 
 def layer_parts(layer: Layer, family: Family, hf: HfConfig) -> tuple[Part, ...]:
     """The parts of one decoder layer. The tensors are those that the family names."""
-    found = tuple(part_of(name, elements_of(name, family, hf)) for name in _names(layer.tensors))
+    parts = tuple(part_of(name, elements_of(name, family, hf)) for name in _names(layer.tensors))
     if layer.feed_forward == "dense":
-        return found
+        return parts
     experts, top_k = num_experts(hf), int(hf["num_experts_per_tok"])
-    one = sum(elements_of(name, family, hf) for name in _names(layer.expert(0)))
-    return (*found, Part("experts", "expert", experts * one, top_k * one))
+    expert_elements = sum(elements_of(name, family, hf) for name in _names(layer.expert(0)))
+    return (*parts, Part("experts", "expert", experts * expert_elements, top_k * expert_elements))
 
 
 def _names(links: Mapping[str, Link]) -> list[str]:

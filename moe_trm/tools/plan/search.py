@@ -79,19 +79,19 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
     for colocate, gpus, split in _splits(cluster, server_nodes):
         shared = changed(config, "rollout", colocate=colocate)
         mode = Mode("sync", 0, "wait") if colocate else Mode("async", 1, "interrupt")
-        found = _best(_with_mode(shared, mode), model, work, split, gpus)
-        if isinstance(found, str):
-            lacking.append(found)
+        best_learners = _best(_with_mode(shared, mode), model, work, split, gpus)
+        if isinstance(best_learners, str):
+            lacking.append(best_learners)
             continue
         simulated = []
-        for train_s, best in found:
+        for train_s, best in best_learners:
             serve_gpus, _ = split.split(best.rollout)
             fleet = work.fleet(model, best, split, serving(best.rollout, model, work.hf, split, serve_gpus))
             simulated.append((work.timeline(model, best, mode, fleet, train_s).step_s, best, split))
-        shortest.append(min(simulated, key=lambda one: one[0]))
+        shortest.append(min(simulated, key=lambda entry: entry[0]))
     # Where the fastest ones all train on stale samples, the last of those shown shares all GPUs.
-    shortest.sort(key=lambda one: one[0])
-    turns = [one for one in shortest[SHOWN - 1 :] if one[1].rollout.colocate]
+    shortest.sort(key=lambda entry: entry[0])
+    turns = [entry for entry in shortest[SHOWN - 1 :] if entry[1].rollout.colocate]
     shown = [*shortest[: SHOWN - 1], *turns, *shortest[SHOWN - 1 :]][:SHOWN]
     plans = [_scheduled(build(best, work, split)) for _, best, split in shown]
     plans.sort(key=lambda plan: plan.configured.timeline.step_s)
@@ -103,7 +103,7 @@ def chosen_mode(plan: Plan) -> Simulated:
     """The mode with the youngest samples among those within `NEAR` of the fastest."""
     fastest = min(mode.timeline.step_s for mode in plan.modes)
     near = (mode for mode in plan.modes if mode.timeline.step_s <= fastest * (1 + NEAR))
-    return min(near, key=lambda found: (found.mode.staleness, found.timeline.step_s))
+    return min(near, key=lambda simulated: (simulated.mode.staleness, simulated.timeline.step_s))
 
 
 def _scheduled(plan: Plan) -> Plan:
@@ -149,8 +149,10 @@ def _best(
 
     Where both sides share all GPUs there is another one, with the time of sampling in the order.
     """
-    wanted = changed(config, "rollout", server=config.rollout.server.model_copy(update={"tensor_parallel": gpus or 1}))
-    serve_gpus, ranks = cluster.split(wanted.rollout)
+    served_config = changed(
+        config, "rollout", server=config.rollout.server.model_copy(update={"tensor_parallel": gpus or 1})
+    )
+    serve_gpus, ranks = cluster.split(served_config.rollout)
     if not config.rollout.colocate and with_servers(config, model, work, cluster, serve_gpus, gpus, 0.0) is None:
         return f"{serve_gpus} GPUs hold no server ({2 * model.total() / 1e9:,.0f} GB of weights)"
     room, load, step_tokens = cluster.gpu.memory_gb * 1e9, work.load(config, ranks), work.step_tokens(config)
@@ -164,23 +166,28 @@ def _best(
         return inf if served is None else step_tokens / served[0]
 
     learners = []
-    for bound, resident, one in bounds:
+    for bound, resident, learner_config in bounds:
         if bound <= room:
-            seconds = work.train_s(model, one, cluster, ranks, 1.0)
+            seconds = work.train_s(model, learner_config, cluster, ranks, 1.0)
             taken = seconds + (sampling(4e9 * ceil(resident / 4e9)) if config.rollout.colocate else 0.0)
-            learners.append((taken, bound, seconds, one))
+            learners.append((taken, bound, seconds, learner_config))
 
-    def cost(taken: float, fastest: float, bound: float, one: Config) -> tuple[float, ...]:
+    def cost(taken: float, fastest: float, bound: float, candidate: Config) -> tuple[float, ...]:
         """Steps of `ALIKE`; within one, fewer ranks for a sequence, and less memory."""
-        sizes = one.learner.parallel
+        sizes = candidate.learner.parallel
         alike = log(taken / fastest) // log(1 + ALIKE) if taken < inf else inf
         return alike, sizes.tensor * sizes.context * sizes.pipeline, bound
 
-    found = []
-    for whole in (False, True) if config.rollout.colocate else (False,):
-        timed = [(taken if whole else seconds, bound, seconds, one) for taken, bound, seconds, one in learners]
+    results = []
+    for on_all_gpus in (False, True) if config.rollout.colocate else (False,):
+        timed = [
+            (taken if on_all_gpus else seconds, bound, seconds, learner_config)
+            for taken, bound, seconds, learner_config in learners
+        ]
         fastest = min((taken for taken, *_ in timed if taken < inf), default=1.0)
-        ordered = sorted(timed, key=lambda one: cost(one[0], fastest, one[1], one[3]))
+        ordered = sorted(
+            timed, key=lambda learner_config: cost(learner_config[0], fastest, learner_config[1], learner_config[3])
+        )
         for _, _, seconds, candidate in islice(ordered, JUDGED):
             try:
                 judged: Judged = judge(candidate, model, work.hf, load, step_tokens, work.where)
@@ -189,10 +196,10 @@ def _best(
             held = judged.resident if config.rollout.colocate else 0.0
             served = with_servers(candidate, model, work, cluster, serve_gpus, gpus, held)
             if judged.total <= room and served is not None and not refusals(served[1]):
-                found.append((seconds, served[1]))
+                results.append((seconds, served[1]))
                 break
-    if found:
-        return found
+    if results:
+        return results
     beside = " beside a server" if config.rollout.colocate else ""
     return f"each of {ranks} learner ranks needs more than {least / 1e9:,.0f} GB{beside}"
 
@@ -206,7 +213,7 @@ def _learners(
     it trains, or a server's share of the weights.
     """
     hf, tokens, load = work.hf, work.step_tokens(config), work.load(config, ranks)
-    whole, divided, experts = (
+    uncut, divided, experts = (
         sum(part.elements for part in model.parts if part.share == share) for share in ("whole", "tensor", "expert")
     )
     size = BYTES[config.learner.dtype]
@@ -217,8 +224,8 @@ def _learners(
         """Bytes that all layers keep, and those of a layer at work; a tenth less, as stages differ."""
         parallel = ParallelConfig(tensor=tensor, context=context)
         learner = changed(config, "learner", parallel=parallel, recompute=recompute).learner
-        own = hf, learner, numbers, load.tokens / context
-        return 0.9 * activations(*own, 1, load.rows), 0.9 * layer_work(*own, load.rows)
+        arguments = hf, learner, numbers, load.tokens / context
+        return 0.9 * activations(*arguments, 1, load.rows), 0.9 * layer_work(*arguments, load.rows)
 
     for parallel, zero in layouts(config, hf, ranks, node_gpus):
         for recompute, offload in product(("none", "selective", "full"), (False, True)):
@@ -229,9 +236,9 @@ def _learners(
             if zero is not None:
                 learner["deepspeed"] = config.learner.deepspeed.model_copy(update={"zero_stage": zero})
             elif not config.learner.lora.rank:
-                held = whole + divided / parallel.tensor + experts / parallel.expert
+                held = uncut + divided / parallel.tensor + experts / parallel.expert
                 state = 0 if offload else (8 if size == 4 else 12)
-                bound += (held * (size + 4) + state * parallel.pipeline * (whole + divided + experts) / ranks) / (
+                bound += (held * (size + 4) + state * parallel.pipeline * (uncut + divided + experts) / ranks) / (
                     parallel.pipeline
                 )
                 resident = bound
@@ -301,7 +308,7 @@ def with_servers(
             )
     if best is None:
         return None
-    own = best[1]
-    server = config.rollout.server.model_copy(update=own)
-    concurrency = gpus // own["tensor_parallel"] * own["max_running_requests"]
+    server_settings = best[1]
+    server = config.rollout.server.model_copy(update=server_settings)
+    concurrency = gpus // server_settings["tensor_parallel"] * server_settings["max_running_requests"]
     return best[0], changed(config, "rollout", server=server, concurrency=concurrency)

@@ -154,8 +154,8 @@ class _Server:
             return self.loading_until
         if not self.running:
             return inf
-        left = max(0.0, self.running[0][0] - self.progress)
-        return self.now + left / (self.speed * self.fleet.rate(len(self.running)))
+        remaining = max(0.0, self.running[0][0] - self.progress)
+        return self.now + remaining / (self.speed * self.fleet.rate(len(self.running)))
 
     def advance(self, to: float) -> None:
         if self.decodes:
@@ -177,7 +177,7 @@ class _Server:
     def load(self, version: int) -> None:
         """Load new weights now; what is running goes on after its prefixes were computed again."""
         self.version, self.owes_push = version, False
-        prefixes = sum(self.progress - begun for _, _, begun in self.running)
+        prefixes = sum(self.progress - start for _, _, start in self.running)
         self.loading_until = self.now + self.fleet.push_s + prefixes / self.fleet.prefill_tokens_s
 
 
@@ -271,8 +271,8 @@ class _Run:
 
     def _share(self) -> None:
         """Slow both sides down while both compute; what is left of the training takes longer by as much."""
-        both = self._computes and any(server.decodes for server in self._servers)
-        speed = self._fleet.sharing if both else 1.0
+        both_compute = self._computes and any(server.decodes for server in self._servers)
+        speed = self._fleet.sharing if both_compute else 1.0
         if speed == self._speed:
             return
         if self._computes and self._training_until is not None:
@@ -328,8 +328,8 @@ class _Run:
             early = self._schedule.in_turn and step > self._trained
             if early or step > self._version + self._schedule.staleness or not free:
                 return
-            chosen = min(free, key=lambda server: len(server.running))
-            chosen.start(self._issued, tokens)
-            self._sampled_by(chosen, self._issued)
+            least_loaded = min(free, key=lambda server: len(server.running))
+            least_loaded.start(self._issued, tokens)
+            self._sampled_by(least_loaded, self._issued)
             self._issued += 1
             self._flying += 1

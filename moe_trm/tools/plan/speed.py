@@ -87,13 +87,13 @@ def decode_rate(
     requests together reach it.
     """
     experts, top_k = num_experts(hf), int(hf.get("num_experts_per_tok") or 0)
-    routed, others = model.by_kind.get("experts", (0, 0))[0], model.total(("embedding", "experts"))
+    routed, rest = model.by_kind.get("experts", (0, 0))[0], model.total(("embedding", "experts"))
     cache = cache_bytes(hf, gpus) * context
     summing = 2 * len(model.layers) * LATENCY_S * (0 if gpus == 1 else 1 if gpus <= node_gpus else 4)
 
     def roofline(n: int) -> float:
         touched = routed * (1 - (1 - top_k / experts) ** n) if experts else 0.0
-        moved = 2 * (others + touched) / gpus + n * cache
+        moved = 2 * (rest + touched) / gpus + n * cache
         reading = moved / (gpu.bandwidth_gb_s * 1e9 * efficiency.decode_bandwidth)
         computing = 2 * model.active(("embedding",)) * n / gpus / (gpu.tflops * 1e12 * efficiency.decode_bandwidth)
         return 1 / (max(reading, computing) + summing)

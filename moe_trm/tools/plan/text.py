@@ -25,14 +25,14 @@ def page(plan: Plan) -> str:
     return "\n\n".join("\n".join(part(plan)) for part in parts)
 
 
-def proposals(found: Found, before: Config) -> str:
-    """The best plans for a terminal: seconds of a step, what binds each, and overrides of `before`."""
-    if not found.plans:
-        return "\n".join(textwrap.wrap(found.why, WIDTH))
-    return "\n\n".join("\n".join(_proposal(rank, plan, before)) for rank, plan in enumerate(found.plans, 1))
+def proposals(result: Found, base: Config) -> str:
+    """The best plans for a terminal: seconds of a step, what binds each, and overrides of `base`."""
+    if not result.plans:
+        return "\n".join(textwrap.wrap(result.why, WIDTH))
+    return "\n\n".join("\n".join(_proposal(rank, plan, base)) for rank, plan in enumerate(result.plans, 1))
 
 
-def _proposal(rank: int, plan: Plan, before: Config) -> Iterator[str]:
+def _proposal(rank: int, plan: Plan, base: Config) -> Iterator[str]:
     serving, layout, learner = plan.serving, plan.layout, plan.config.learner
     sizes = plan.layout.parallel
     names = ("tensor", "pipeline", "context", "expert")
@@ -55,7 +55,7 @@ def _proposal(rank: int, plan: Plan, before: Config) -> Iterator[str]:
             "(docs/planning.md)"
         )
         yield from textwrap.wrap(several, WIDTH, initial_indent="   ", subsequent_indent="   ")
-    yield from (f"     {line}" for line in overrides(plan.config, before))
+    yield from (f"     {line}" for line in overrides(plan.config, base))
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
     timelines = [
         {
-            **found.mode.settings,
-            "step_s": found.timeline.step_s,
-            "learner_idle": found.timeline.learner_idle,
-            "server_idle": found.timeline.server_idle,
-            "slot_use": found.timeline.slot_use,
-            "basis": found.basis,
+            **simulated.mode.settings,
+            "step_s": simulated.timeline.step_s,
+            "learner_idle": simulated.timeline.learner_idle,
+            "server_idle": simulated.timeline.server_idle,
+            "slot_use": simulated.timeline.slot_use,
+            "basis": simulated.basis,
         }
-        for found in plan.modes
+        for simulated in plan.modes
     ]
     return {
         "fits": plan.fits,
@@ -181,12 +181,12 @@ def _modes(plan: Plan) -> Iterator[str]:
     columns = plan.columns
     yield f"  {columns.value:.2f} columns computed for each token, {columns.basis}: {columns.note}"
     yield f"  {'mode':<9}{'staleness':>9}{'partial':>11}{'step':>10}{'learner idle':>14}{'servers idle':>14}"
-    for found in plan.modes:
-        line = found.timeline
-        mark = "  *" if found is plan.configured else ""
+    for simulated in plan.modes:
+        line = simulated.timeline
+        mark = "  *" if simulated is plan.configured else ""
         yield (
-            f"  {found.mode.label:<14}{found.mode.staleness:>4}{found.mode.push:>11}{_seconds(line.step_s):>10}"
-            f"{line.learner_idle:>14.0%}{line.server_idle:>14.0%}{mark}"
+            f"  {simulated.mode.label:<14}{simulated.mode.staleness:>4}{simulated.mode.push:>11}"
+            f"{_seconds(line.step_s):>10}{line.learner_idle:>14.0%}{line.server_idle:>14.0%}{mark}"
         )
     yield "  * as configured"
     yield from textwrap.wrap(provisioned(plan), WIDTH, subsequent_indent="  ")
@@ -194,16 +194,16 @@ def _modes(plan: Plan) -> Iterator[str]:
 
 def provisioned(plan: Plan) -> str:
     """The number of servers that keeps the learner busy, in a sentence."""
-    found = plan.provision
-    if found.servers is None:
-        return f"servers that keep the learner busy: no number of them does, because {found.why}."
-    words = f"servers that keep the learner busy, by the rule of ECHO-2: {found.servers}"
-    if found.idle is None:
+    provision = plan.provision
+    if provision.servers is None:
+        return f"servers that keep the learner busy: no number of them does, because {provision.why}."
+    words = f"servers that keep the learner busy, by the rule of ECHO-2: {provision.servers}"
+    if provision.idle is None:
         return f"{words}; not simulated."
-    words += f"; simulated, it then waits {found.idle:.0%} of the time"
-    if found.idle_below is not None:
-        words += f", and {found.idle_below:.0%} with {found.servers - 1}"
-    return words + ("." if found.holds else ". Answers of unlike length need more, or pipeline.partial=interrupt.")
+    words += f"; simulated, it then waits {provision.idle:.0%} of the time"
+    if provision.idle_below is not None:
+        words += f", and {provision.idle_below:.0%} with {provision.servers - 1}"
+    return words + ("." if provision.holds else ". Answers of unlike length need more, or pipeline.partial=interrupt.")
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
@@ -229,37 +229,37 @@ def assumed(plan: Plan) -> list[tuple[str, str, str]]:
     """Every assumption: the option that replaces it, its value, its meaning."""
     assumptions, gpu = plan.assumptions, plan.cluster.gpu
     efficiency, lengths = assumptions.efficiency, assumptions.lengths
-    found = [
+    rows = [
         ("--memory-gb", f"{gpu.memory_gb:g}", "of a GPU, by its data sheet"),
         ("--other-gb", f"{assumptions.other_gb:g}", "of a rank for CUDA, NCCL and the allocator's loss"),
         ("--kept-ids", f"{assumptions.kept_ids:g}", "ids of a sampling mask in the mean"),
         ("--load-gb-s", f"{efficiency.load_gb_s:g}", "of a push into the servers"),
     ]
     if lengths.basis == "assumed":
-        found.append(("--bundle", lengths.source, "lengths of answers"))
-        found.append(("--prompt-tokens", f"{lengths.prompt_tokens:g}", "of a prompt"))
+        rows.append(("--bundle", lengths.source, "lengths of answers"))
+        rows.append(("--prompt-tokens", f"{lengths.prompt_tokens:g}", "of a prompt"))
     if efficiency.rollout_tokens_s is None:
         share = f"{efficiency.decode_bandwidth:g} of {gpu.bandwidth_gb_s:g} GB/s"
-        found.append(("--rollout-tokens-s", share, "speed of a server, by a roofline"))
+        rows.append(("--rollout-tokens-s", share, "speed of a server, by a roofline"))
     if efficiency.learner_tokens_s is None:
-        found.append(("--node-gb-s", f"{efficiency.node_gb_s:g}", "of a GPU to other nodes"))
+        rows.append(("--node-gb-s", f"{efficiency.node_gb_s:g}", "of a GPU to other nodes"))
         if plan.config.learner.offload_optimizer:
-            found.append(("--host-gb-s", f"{efficiency.host_gb_s:g}", "of a rank's optimizer on the host"))
+            rows.append(("--host-gb-s", f"{efficiency.host_gb_s:g}", "of a rank's optimizer on the host"))
         share = f"{efficiency.train_flops:g} of {gpu.tflops:g} TFLOPS (public runs on H100: 0.19 to 0.28 with exchange)"
-        found.append(("--learner-tokens-s", share, "speed of the learner, by operations"))
-    return found
+        rows.append(("--learner-tokens-s", share, "speed of the learner, by operations"))
+    return rows
 
 
 def _assumptions(plan: Plan) -> Sequence[str]:
-    found = ["assumed, and the option that replaces it:"]
+    lines = ["assumed, and the option that replaces it:"]
     for option, value, meaning in assumed(plan):
-        found += textwrap.wrap(f"  {option:<19}{value}: {meaning}", WIDTH, subsequent_indent=" " * 21)
+        lines += textwrap.wrap(f"  {option:<19}{value}: {meaning}", WIDTH, subsequent_indent=" " * 21)
     scores = "its" if keeps_scores(plan.config.learner) else "no"
     fixed = (
         f"also: attention keeps {scores} scores; experts are chosen evenly; prefixes are computed again ten times as "
         "fast as tokens are decoded; rewards take no time"
     )
-    return [*found, *textwrap.wrap(f"  {fixed}", WIDTH, subsequent_indent="  ")]
+    return [*lines, *textwrap.wrap(f"  {fixed}", WIDTH, subsequent_indent="  ")]
 
 
 def _count(number: int) -> str:

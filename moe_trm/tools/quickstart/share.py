@@ -60,9 +60,9 @@ def forked(size: int) -> BatchShare:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     rank = 0
     sys.stdout.flush()
-    for other in range(1, size):
+    for child_rank in range(1, size):
         if os.fork() == 0:
-            rank = other
+            rank = child_rank
             end_with_parent()
             store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
             break

@@ -218,15 +218,15 @@ class Warmup:
         """Input ids `[B, T]` and targets `[B, T]`, the latter only on the answer; targets of all processes together."""
         if not self._pool:
             self._pool = self._draw_pool(direct_share)
-        every = self._pool.pop()
-        rows = self._share.of(every)
+        rows_of_all = self._pool.pop()
+        rows = self._share.of(rows_of_all)
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
         ids, targets = [], []
         for prompt, answer in rows:
             rest = width - len(prompt) - len(answer)
             ids.append([*prompt, *answer, *[PAD] * rest])
             targets.append([*[_IGNORED] * len(prompt), *answer, *[_IGNORED] * rest])
-        return torch.tensor(ids)[:, :-1], torch.tensor(targets)[:, 1:], sum(len(answer) for _, answer in every)
+        return torch.tensor(ids)[:, :-1], torch.tensor(targets)[:, 1:], sum(len(answer) for _, answer in rows_of_all)
 
     def _draw_pool(self, direct_share: float) -> list[list[tuple[list[int], list[int]]]]:
         """Some batches of (prompt, answer) ids, each of rows of like length, so that little is spent on padding.

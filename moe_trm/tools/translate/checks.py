@@ -28,14 +28,14 @@ def failing(text: str) -> list[str]:
         try:
             return _launch(resolve(file))
         except InvalidConfigError as error:
-            found = [f"config show: {problem}" for problem in error.problems]
+            failures = [f"config show: {problem}" for problem in error.problems]
         except MoeTrmError as error:
             return [f"config show: {error}"]
         file.write_text(yaml.safe_dump(_decided(read_yaml(file))), encoding="utf-8")
         try:
-            return found + _launch(resolve(file))
+            return failures + _launch(resolve(file))
         except MoeTrmError:
-            return found
+            return failures
 
 
 def _launch(resolved: Resolved) -> list[str]:

@@ -113,23 +113,25 @@ class Draft:
 
         A value that cannot be read leaves all that the rule writes open, and not at any default.
         """
-        before = set(self.translated)
-        given = [key for key in reads if key in self.settings]
+        translated_before = set(self.translated)
+        present_keys = [key for key in reads if key in self.settings]
         try:
             apply(self)
         except NeedsDecisionError as error:
             # What the rule has put already stays.
             self.to_do.pop(error.key, None)
             self.decide(error.key, error.reason, *(ours for ours in writes if ours not in self.values))
-            for key in set(self.translated) - before:
+            for key in set(self.translated) - translated_before:
                 self.translated[key] = [ours for ours in self.translated[key] if self.values.get(ours) != UNSET]
                 if not self.translated[key]:
                     del self.translated[key]
-            for key in given:
+            for key in present_keys:
                 if not self.accounted(key):
                     self.to_do[key] = self.settings[key].unread or f"depends on {error.key}"
         else:
-            self.missing |= {key: "no effect beside the other settings" for key in given if not self.accounted(key)}
+            self.missing |= {
+                key: "no effect beside the other settings" for key in present_keys if not self.accounted(key)
+            }
 
     def yaml(self, header: str) -> str:
         """The configuration file: our settings in the order of the schema, then what was not translated."""
@@ -159,7 +161,7 @@ class Draft:
         lines = ["#", f"# {title}:"] if reasons else []
         for reason in dict.fromkeys(reasons.values()):
             lines.append(f"#   {_flat_text(reason)}:")
-            lines += [f"#     {self._shown(key)}" for key, given in reasons.items() if given == reason]
+            lines += [f"#     {self._shown(key)}" for key, own_reason in reasons.items() if own_reason == reason]
         return lines
 
     def _shown(self, key: str) -> str:

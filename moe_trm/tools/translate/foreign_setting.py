@@ -35,12 +35,12 @@ class NeedsDecisionError(Exception):
 
 def merged(settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
     """Settings by key. Two different values of one key from different places are a value that cannot be read."""
-    found: dict[str, ForeignSetting] = {}
+    by_key: dict[str, ForeignSetting] = {}
     for setting in settings:
-        before = found.get(setting.key)
-        if before is None or (before.value == setting.value and not before.unread):
-            found[setting.key] = setting
-        elif before.value != setting.value or before.unread != setting.unread:
-            reason = f"set twice, to {before.shown} ({before.place}) and to {setting.shown} ({setting.place})"
-            found[setting.key] = ForeignSetting(setting.key, None, setting.place, setting.shown, reason)
-    return found
+        earlier = by_key.get(setting.key)
+        if earlier is None or (earlier.value == setting.value and not earlier.unread):
+            by_key[setting.key] = setting
+        elif earlier.value != setting.value or earlier.unread != setting.unread:
+            reason = f"set twice, to {earlier.shown} ({earlier.place}) and to {setting.shown} ({setting.place})"
+            by_key[setting.key] = ForeignSetting(setting.key, None, setting.place, setting.shown, reason)
+    return by_key

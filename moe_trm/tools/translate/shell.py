@@ -113,14 +113,14 @@ def _passed_on(words: list[Word], main: set[int]) -> dict[str, str]:
 
 def _apart(text: str) -> list[str]:
     """Words between spaces; what stands in `$(...)` stays together."""
-    found, depth = [""], 0
+    pieces, depth = [""], 0
     for char in text:
-        depth = max(0, depth + (char == "(" and (depth > 0 or found[-1].endswith("$"))) - (char == ")"))
+        depth = max(0, depth + (char == "(" and (depth > 0 or pieces[-1].endswith("$"))) - (char == ")"))
         if char.isspace() and not depth:
-            found.append("")
+            pieces.append("")
         else:
-            found[-1] += char
-    return [word for word in found if word]
+            pieces[-1] += char
+    return [word for word in pieces if word]
 
 
 class _Lexer:
@@ -130,7 +130,7 @@ class _Lexer:
         self.text, self.where, self.at, self.line = text.replace("\r\n", "\n"), where, 0, 1
 
     def tokens(self) -> list[_Token]:
-        found: list[_Token] = []
+        token_list: list[_Token] = []
         ends: list[str] = []
         while self.at < len(self.text):
             start, line, char = self.at, self.line, self.text[self.at]
@@ -141,21 +141,21 @@ class _Lexer:
             elif char == "#":
                 self._skip(self._end_of_line() - self.at)
             elif (operator := self._operator()) is not None:
-                before = found[-1] if found else None
-                adjacent = before is not None and before.kind == "word" and self.text[start - 1] not in " \t\n"
+                last = token_list[-1] if token_list else None
+                adjacent = last is not None and last.kind == "word" and self.text[start - 1] not in " \t\n"
                 self._skip(len(operator))
                 if operator in ("<<", "<<-"):
                     ends.append(self._word().text)
                 elif operator in ("<", ">", ">>", "<<<"):
                     self._redirected()
                 else:
-                    found.append(_Token("op", operator, line, adjacent=adjacent))
+                    token_list.append(_Token("op", operator, line, adjacent=adjacent))
                 if operator == "\n" and ends:
-                    found += [_Token("document", self._document(end), line + 1) for end in ends]
+                    token_list += [_Token("document", self._document(end), line + 1) for end in ends]
                     ends = []
             else:
-                found.append(self._word())
-        return [*found, _Token("op", "\n", self.line)]
+                token_list.append(self._word())
+        return [*token_list, _Token("op", "\n", self.line)]
 
     def _operator(self) -> str | None:
         return next((name for name in _OPERATORS if self.text.startswith(name, self.at)), None)
@@ -353,8 +353,8 @@ class _Commands:
         self.depth += bool(rest) and rest[0].text == "function" and rest[-1].text == "{"
         declares = bool(rest) and rest[0].text in _DECLARING
         rest = rest[1:] if declares else rest
-        while rest and (given := _ASSIGNMENT.fullmatch(rest[0].text)):
-            self._inside(given[3], rest[0].line, given[1], self._doubt(after))
+        while rest and (assignment := _ASSIGNMENT.fullmatch(rest[0].text)):
+            self._inside(assignment[3], rest[0].line, assignment[1], self._doubt(after))
             rest = rest[1:]
         for token in rest:
             self._add(token, "", self._doubt(after))

@@ -26,29 +26,29 @@ _MATHEMATICS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Mod
 def filled(words: Sequence[Word], text: str) -> list[Word]:
     """The words of the script `text`, with values in place of names where the script says them."""
     lines, sourced = text.split("\n"), [text.count("\n", 0, at.start()) + 1 for at in _SOURCES.finditer(text)]
-    known: dict[str, tuple[str, int]] = {}
+    known_values: dict[str, tuple[str, int]] = {}
     result = []
     for word in words:
         values = {
             name: value
-            for name, (value, line) in known.items()
-            if line < word.line and not any(line < other < word.line for other in sourced)
+            for name, (value, line) in known_values.items()
+            if line < word.line and not any(line < source_line < word.line for source_line in sourced)
         }
-        own = lines[word.line - 1] if 0 < word.line <= len(lines) else ""
-        new = word if not word.dynamic or _KEPT.search(own) else _replaced(word, values)
+        source_text = lines[word.line - 1] if 0 < word.line <= len(lines) else ""
+        new = word if not word.dynamic or _KEPT.search(source_text) else _replaced(word, values)
         result.append(new)
-        if word.holder and not new.dynamic and not word.doubt and _set_once(word, words, own, text):
-            known[word.holder] = (new.text, word.line)
+        if word.holder and not new.dynamic and not word.doubt and _set_once(word, words, source_text, text):
+            known_values[word.holder] = (new.text, word.line)
     return result
 
 
 def _replaced(word: Word, values: Mapping[str, str]) -> Word:
-    def named(found: re.Match[str]) -> str:
-        return values.get(found[1] or found[2], found[0])
+    def named(match: re.Match[str]) -> str:
+        return values.get(match[1] or match[2], match[0])
 
-    def computed(found: re.Match[str]) -> str:
-        inner = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), found[1])
-        return found[0] if (value := _arithmetic(inner)) is None else str(value)
+    def computed(match: re.Match[str]) -> str:
+        inner = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1])
+        return match[0] if (value := _arithmetic(inner)) is None else str(value)
 
     text = _ARITHMETIC.sub(computed, _NAME.sub(named, word.text))
     return replace(word, text=text, dynamic=False) if not _LEFT.search(text) else word
@@ -59,12 +59,12 @@ def _set_once(word: Word, words: Sequence[Word], line: str, text: str) -> bool:
     name = re.escape(word.holder)
     if not word.text or word.text.startswith(("-", "+", "~")) or "=" in word.text:
         return False
-    if any(other.holder == word.holder and other is not word for other in words):
+    if any(candidate.holder == word.holder and candidate is not word for candidate in words):
         return False
-    alone = rf"(?:.*;)?\s*(?:export\s+|readonly\s+)?{name}=([\"']?){re.escape(word.text)}\1\s*(?:[;#].*)?"
+    lone_assignment = rf"(?:.*;)?\s*(?:export\s+|readonly\s+)?{name}=([\"']?){re.escape(word.text)}\1\s*(?:[;#].*)?"
     read = rf"\b(?:for|select|read|unset|let|getopts|mapfile|printf)\b[^\n;]*\b{name}\b"
     counted = rf"\(\([^)\n]*\b{name}\s*(?:\S?=|\+\+|--)"
-    return bool(re.fullmatch(alone, line)) and not re.search(f"{read}|{counted}", text)
+    return bool(re.fullmatch(lone_assignment, line)) and not re.search(f"{read}|{counted}", text)
 
 
 def _arithmetic(text: str) -> int | None:
@@ -81,17 +81,17 @@ def _value(node: ast.AST) -> int | None:
         return node.value
     if not isinstance(node, ast.BinOp) or type(node.op) not in _MATHEMATICS:
         return None
-    left, right = _value(node.left), _value(node.right)
-    if left is None or right is None:
+    left_value, right = _value(node.left), _value(node.right)
+    if left_value is None or right is None:
         return None
     match _MATHEMATICS[type(node.op)]:
         case "+":
-            return left + right
+            return left_value + right
         case "-":
-            return left - right
+            return left_value - right
         case "*":
-            return left * right
+            return left_value * right
         case sign:
-            if right <= 0 or left < 0:
+            if right <= 0 or left_value < 0:
                 return None
-            return left // right if sign == "/" else left % right
+            return left_value // right if sign == "/" else left_value % right

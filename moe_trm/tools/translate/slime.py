@@ -181,8 +181,8 @@ def _warmup(draft: Draft) -> None:
 
 def _expert_tensor(draft: Draft) -> None:
     """Megatron-Core takes the tensor-parallel size where the experts' own is not given."""
-    own, dense = "expert-tensor-parallel-size", "tensor-model-parallel-size"
-    key = own if own in draft.settings else dense
+    expert_key, dense = "expert-tensor-parallel-size", "tensor-model-parallel-size"
+    key = expert_key if expert_key in draft.settings else dense
     draft.read("learner.parallel.expert_tensor", integer, key)
 
 

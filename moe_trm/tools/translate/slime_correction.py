@@ -13,12 +13,12 @@ from moe_trm.tools.translate.words import number, on, word
 
 
 def _replay(draft: Draft) -> None:
-    rollout, own = on(draft, "use-rollout-routing-replay"), on(draft, "use-routing-replay")
+    rollout, from_learner = on(draft, "use-rollout-routing-replay"), on(draft, "use-routing-replay")
     if rollout:
         draft.put("replay.mode", "R3", "use-rollout-routing-replay")
         draft.miss("use-routing-replay", "included in --use-rollout-routing-replay")
     else:
-        draft.put("replay.mode", "R2" if own else "none", "use-routing-replay")
+        draft.put("replay.mode", "R2" if from_learner else "none", "use-routing-replay")
 
 
 def _correction(draft: Draft) -> None:

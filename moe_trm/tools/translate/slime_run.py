@@ -93,8 +93,8 @@ def _pipeline(draft: Draft) -> None:
 
 
 def _saving(draft: Draft) -> None:
-    every = integer(draft, "save-interval")
-    draft.put("checkpoint.every", every or 0, "save-interval")
+    interval = integer(draft, "save-interval")
+    draft.put("checkpoint.every", interval or 0, "save-interval")
     if (folder := word(draft, "save")) is not None:
         draft.put("checkpoint.dir", folder, "save")
 

@@ -58,8 +58,8 @@ def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSe
     read = [] if not is_yaml else [_composed(key, value) for key, value in read_plain(path).items()]
     listed = list(_flags(_words(path, _TRL), _TRL)) if not is_yaml else []
     more = list(_flags([Word(word, 0) for word in words]))
-    read += [_single(one) for one in listed if one.key != "train.py"]
-    return merged(read) | merged([_single(one) for one in more])
+    read += [_single(entry) for entry in listed if entry.key != "train.py"]
+    return merged(read) | merged([_single(entry) for entry in more])
 
 
 def _single(setting: ForeignSetting) -> ForeignSetting:
@@ -114,13 +114,13 @@ def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
 
 def _check_starts(words: Sequence[Word], path: Path, starts: re.Pattern[str]) -> None:
     """Refuse a script that leaves the start to another one: a default would stand for what only that one says."""
-    own = [word for word in words if not word.holder]
-    others = [word for word in own if _SCRIPT.fullmatch(word.text)]
-    if others and not any(starts.search(word.text) for word in own if word not in others):
+    loose = [word for word in words if not word.holder]
+    scripts = [word for word in loose if _SCRIPT.fullmatch(word.text)]
+    if scripts and not any(starts.search(word.text) for word in loose if word not in scripts):
         raise ConfigError(
             "another script starts the training, and has the rest of the settings",
-            where=f"{path}, {_place(others[-1])}",
-            got=others[-1].text,
+            where=f"{path}, {_place(scripts[-1])}",
+            got=scripts[-1].text,
             expected="the script with the training command, or a list of arguments",
             fix="translate that one, with the settings of this one behind it; or save the arguments of a running job",
         )
@@ -135,21 +135,23 @@ def _unread(word: Word) -> str:
 
 
 def _hydra_words(words: Sequence[Word]) -> Iterator[ForeignSetting]:
-    known = {word.holder for word in words if word.holder}
-    own = {word.command for word in words if word.holder or re.search(r"\bverl\b|main_\w+|^\w+\.\w+", word.text)}
+    holders = {word.holder for word in words if word.holder}
+    commands = {word.command for word in words if word.holder or re.search(r"\bverl\b|main_\w+|^\w+\.\w+", word.text)}
     main = {word.command for word in words if _MAIN.search(word.text) and not word.holder}
-    whole = _whole(word for word in words if word.command in main or word.holder)
+    passed_whole = _whole(word for word in words if word.command in main or word.holder)
     for word in words:
         hydra = _HYDRA.fullmatch(word.text)
-        given = _KEY.fullmatch(word.text)
+        assignment = _KEY.fullmatch(word.text)
         if hydra:
             yield ForeignSetting(hydra[1], hydra[2], _place(word), hydra[2], _unread(word))
-        elif given and ("." in given[1] or word.command in own):
-            yield _assigned(word, given[1], given[2], removed=word.text.startswith("~"))
+        elif assignment and ("." in assignment[1] or word.command in commands):
+            yield _assigned(word, assignment[1], assignment[2], removed=word.text.startswith("~"))
         elif word.text.startswith("~") and "." in word.text:
             yield _assigned(word, word.text.lstrip("~"), "", removed=True)
-        elif word.dynamic and (word.command in main or word.holder in whole) and word.text.startswith(("$", "`")):
-            yield from _passed(word, known)
+        elif (
+            word.dynamic and (word.command in main or word.holder in passed_whole) and word.text.startswith(("$", "`"))
+        ):
+            yield from _passed(word, holders)
 
 
 def _assigned(word: Word, key: str, text: str, *, removed: bool) -> ForeignSetting:
@@ -166,21 +168,21 @@ def _assigned(word: Word, key: str, text: str, *, removed: bool) -> ForeignSetti
 
 def _whole(words: Iterable[Word]) -> set[str]:
     """Variables whose words become words of a command; of others the value is a part of a word."""
-    found = (_REFERENCE.fullmatch(word.text) for word in words if word.dynamic)
-    return {reference[1] for reference in found if reference}
+    references_found = (_REFERENCE.fullmatch(word.text) for word in words if word.dynamic)
+    return {reference[1] for reference in references_found if reference}
 
 
-def _passed(word: Word, known: set[str]) -> Iterator[ForeignSetting]:
+def _passed(word: Word, holders: set[str]) -> Iterator[ForeignSetting]:
     """Settings that a variable brings in, of which nothing is known."""
     if word.text in OWN_ARGUMENTS:
         reason = "the script passes on its own arguments: give them after the file"
         yield ForeignSetting(word.text, None, _place(word), word.text, reason)
-    elif not set(references(word.text)) & known:
+    elif not set(references(word.text)) & holders:
         yield ForeignSetting(word.text, None, _place(word), word.text, "its settings are not in this file")
 
 
 def _flags(words: Sequence[Word], starts: re.Pattern[str] = _TRAINER) -> Iterator[ForeignSetting]:
-    known = {word.holder for word in words if word.holder}
+    holders = {word.holder for word in words if word.holder}
     groups = []
     for number in dict.fromkeys(word.command for word in words):
         mine = [word for word in words if word.command == number]
@@ -192,12 +194,12 @@ def _flags(words: Sequence[Word], starts: re.Pattern[str] = _TRAINER) -> Iterato
             yield ForeignSetting("train.py", (program.text,), _place(program), program.text, program.doubt)
         groups.append(mine)
     loose = [word for mine in groups for word in _loose(mine)]
-    whole = _whole(loose)
+    passed_whole = _whole(loose)
     for mine in groups:
         yield from _grouped(mine)
     for word in loose:
-        if not word.holder or word.holder in whole:
-            yield from _passed(word, known)
+        if not word.holder or word.holder in passed_whole:
+            yield from _passed(word, holders)
 
 
 def _loose(words: Sequence[Word]) -> Iterator[Word]:

@@ -70,35 +70,35 @@ def _batches(draft: Draft) -> None:
     """Rows of an optimizer step are per device x accumulation x processes; a generation has several such steps."""
     accumulated = integer(draft, "gradient_accumulation_steps") or 1
     rows, size = integer(draft, "per_device_train_batch_size") or 8, integer(draft, "num_generations") or 8
-    whole, several, ranks = (
+    total_rows, several, ranks = (
         integer(draft, key) for key in ("generation_batch_size", "steps_per_generation", "num_processes")
     )
-    if whole is None and ranks is not None:
-        whole = rows * ranks * (several or accumulated)
-    elif whole is not None and ranks is not None:
-        several = whole // (rows * ranks)
+    if total_rows is None and ranks is not None:
+        total_rows = rows * ranks * (several or accumulated)
+    elif total_rows is not None and ranks is not None:
+        several = total_rows // (rows * ranks)
     keys = [key for key in ("per_device_train_batch_size", "gradient_accumulation_steps") if key in draft.settings]
-    if whole is None:
+    if total_rows is None:
         draft.decide(
             "per_device_train_batch_size",
             f"it is for each process: with P processes {rows * (several or accumulated)} P / {size} prompts a step; "
             "put --num_processes P behind the file",
             "rollout.prompts_per_step",
         )
-    elif whole % size:
+    elif total_rows % size:
         draft.decide(
-            "num_generations", f"{whole} samples do not split into groups of {size}", "rollout.prompts_per_step"
+            "num_generations", f"{total_rows} samples do not split into groups of {size}", "rollout.prompts_per_step"
         )
     else:
-        own = [key for key in ("generation_batch_size", "num_processes") if key in draft.settings]
-        draft.put("rollout.prompts_per_step", whole // size, *own, *keys)
+        total_keys = [key for key in ("generation_batch_size", "num_processes") if key in draft.settings]
+        draft.put("rollout.prompts_per_step", total_rows // size, *total_keys, *keys)
     if several is None and "generation_batch_size" in draft.settings:
         raise NeedsDecisionError("generation_batch_size", "optimizer steps of it depend on --num_processes")
     steps = several or accumulated
     if steps % accumulated:
         raise NeedsDecisionError("steps_per_generation", f"{steps} do not split into steps of {accumulated}")
-    given = [key for key in ("steps_per_generation", "gradient_accumulation_steps") if key in draft.settings]
-    draft.put("learner.minibatches", steps // accumulated, *(given or ["steps_per_generation"]))
+    step_keys = [key for key in ("steps_per_generation", "gradient_accumulation_steps") if key in draft.settings]
+    draft.put("learner.minibatches", steps // accumulated, *(step_keys or ["steps_per_generation"]))
 
 
 def _steps(draft: Draft) -> None:
@@ -169,9 +169,11 @@ def _correction(draft: Draft) -> None:
     low = number(draft, "vllm_importance_sampling_clip_min") or 0.0
     masks = mode.endswith("mask")
     bounds = {"low": low, "high": cap} if masks else {"cap": cap, "floor": low}
-    given = [key for key in (*keys, "vllm_importance_sampling_clip_min") if key in draft.settings]
+    present_keys = [key for key in (*keys, "vllm_importance_sampling_clip_min") if key in draft.settings]
     draft.put(
-        "correction.rules", [{"name": _MODES[mode], "thresholds": {**bounds, "ratio": "merged"}}], *(given or keys[:1])
+        "correction.rules",
+        [{"name": _MODES[mode], "thresholds": {**bounds, "ratio": "merged"}}],
+        *(present_keys or keys[:1]),
     )
 
 
@@ -226,8 +228,8 @@ def _recompute(draft: Draft) -> None:
 
 
 def _trackers(draft: Draft) -> None:
-    given = draft.take("report_to")
-    names = [given] if isinstance(given, str) else given or []
+    tracker_value = draft.take("report_to")
+    names = [tracker_value] if isinstance(tracker_value, str) else tracker_value or []
     unknown = [name for name in names if name not in (*_TRACKERS, "none")]
     if unknown:
         raise NeedsDecisionError(

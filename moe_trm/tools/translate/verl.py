@@ -199,7 +199,7 @@ def _schedule(draft: Draft) -> None:
 def _betas(draft: Draft) -> None:
     key = f"{OPTIM}.betas"
     value = draft.take(key)
-    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(each, float) for each in value)):
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(beta, float) for beta in value)):
         raise NeedsDecisionError(key, f"two numbers are expected, not {value}")
     draft.put("optimizer.betas", value, key)
 
@@ -215,12 +215,14 @@ def _strategy(draft: Draft) -> None:
 
 def _expert_tensor(draft: Draft) -> None:
     """Megatron-Core takes the tensor-parallel size where the experts' own is null."""
-    own, dense = f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"
-    value, fallback = integer(draft, own), integer(draft, dense)
+    expert_key, dense = f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.tensor_model_parallel_size"
+    value, fallback = integer(draft, expert_key), integer(draft, dense)
     if value is not None:
-        draft.put("learner.parallel.expert_tensor", value, own)
+        draft.put("learner.parallel.expert_tensor", value, expert_key)
     elif fallback is not None:
-        draft.put("learner.parallel.expert_tensor", fallback, *([own] if own in draft.settings else []), dense)
+        draft.put(
+            "learner.parallel.expert_tensor", fallback, *([expert_key] if expert_key in draft.settings else []), dense
+        )
 
 
 def _replay(draft: Draft) -> None:
@@ -228,7 +230,7 @@ def _replay(draft: Draft) -> None:
     keys = [f"{place}.router_replay.mode" for place in (ACTOR, MEGATRON, f"{ACTOR}.veomni")]
     modes = {key: draft.take(key) for key in keys}
     on = {key: mode for key, mode in modes.items() if mode not in (None, "disabled")}
-    given = [key for key in keys if key in draft.settings] or keys[:1]
+    present_keys = [key for key in keys if key in draft.settings] or keys[:1]
     if any(mode not in ("R2", "R3") for mode in on.values()) or len(set(on.values())) > 1:
         raise NeedsDecisionError(next(iter(on)), f"which of R2 and R3 is meant: {', '.join(map(str, on.values()))}")
     switched = f"{ROLLOUT}.enable_rollout_routing_replay"
@@ -237,8 +239,8 @@ def _replay(draft: Draft) -> None:
     if mode == "R3" and not recorded:
         draft.remark(f"R3 without {switched}: verl would have had no routes to replay; here R3 records them by itself")
     if recorded:
-        given.append(switched)
-    draft.put("replay.mode", mode, *given)
+        present_keys.append(switched)
+    draft.put("replay.mode", mode, *present_keys)
 
 
 def _filtered(draft: Draft) -> None:

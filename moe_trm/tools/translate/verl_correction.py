@@ -123,10 +123,10 @@ _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "l
 
 def kl_estimator(key: str, name: str) -> str:
     """verl's (and TRL's) names of KL estimators in ours; `+` is the straight-through form in both."""
-    known = _ESTIMATORS.get(name.removesuffix("+"))
-    if known is None or (name.endswith("+") and known not in ("k1", "k3")):
+    estimator = _ESTIMATORS.get(name.removesuffix("+"))
+    if estimator is None or (name.endswith("+") and estimator not in ("k1", "k3")):
         raise NeedsDecisionError(key, f"{name}: not an estimator of ours")
-    return f"{known}+" if name.endswith("+") else known
+    return f"{estimator}+" if name.endswith("+") else estimator
 
 
 _IN_LOSS, _COEF, _KIND = (f"{ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))

@@ -72,11 +72,11 @@ _AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-tok
 def _loss(draft: Draft) -> None:
     bypass = switch(draft, _BYPASS)
     key = _BYPASS_LOSS if bypass else _MODE
-    known = _BYPASS_LOSSES if bypass else _LOSSES
+    losses = _BYPASS_LOSSES if bypass else _LOSSES
     mode = text(draft, key) or ""
-    if mode not in known:
+    if mode not in losses:
         raise NeedsDecisionError(key, f"{mode}: not a loss of ours; `moe-trm config explain loss.name` has them")
-    loss = known[mode]
+    loss = losses[mode]
     draft.put("loss.name", loss.name, *([_BYPASS, key] if bypass else [key]))
     if bypass:
         draft.miss(_MODE, "verl does not read it with bypass_mode")
@@ -102,43 +102,43 @@ def without_lower_bound(draft: Draft, key: str) -> None:
 
 
 def _parameters(draft: Draft, loss: _Loss, mode: str) -> None:
-    found: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     used = []
     for theirs, name in (loss.parameters or {}).items():
         value = number(draft, theirs)
         if value is None:
             raise NeedsDecisionError(theirs, f"verl's loss {mode} needs it")
-        found[name] = float(value)
+        parameters[name] = float(value)
         used.append(theirs)
     if loss.name == "gmpo":
         low, high = number(draft, _LOW), number(draft, _HIGH)
-        found |= {"log_clip_low": float(low or 0.0), "log_clip_high": float(high or 0.0)}
+        parameters |= {"log_clip_low": float(low or 0.0), "log_clip_high": float(high or 0.0)}
         used += [_LOW, _HIGH]
     if loss.ratio:
-        found["ratio"] = loss.ratio
+        parameters["ratio"] = loss.ratio
         used.append(_BYPASS if loss.ratio == "total" else _MODE)
-    if found:
-        draft.put("loss.parameters", found, *used)
+    if parameters:
+        draft.put("loss.parameters", parameters, *used)
 
 
 def _aggregation(draft: Draft) -> None:
     bypass, mode = switch(draft, _BYPASS), text(draft, _MODE) or ""
     fixed = "" if bypass or mode not in _LOSSES else _LOSSES[mode].aggregation
     if fixed:
-        chosen = text(draft, _AGGREGATION)
-        if mode == "gspo" and chosen != fixed:
-            reason = f"{chosen}: verl 0.9.1 takes it for gspo, 0.10.0.dev takes {fixed} whatever it says"
+        aggregation = text(draft, _AGGREGATION)
+        if mode == "gspo" and aggregation != fixed:
+            reason = f"{aggregation}: verl 0.9.1 takes it for gspo, 0.10.0.dev takes {fixed} whatever it says"
             raise NeedsDecisionError(_AGGREGATION, reason)
         draft.put("loss.aggregation", fixed, _MODE)
         draft.miss(_AGGREGATION, f"verl's loss {mode} does not read it: it is always {fixed}")
         return
-    chosen = text(draft, _AGGREGATION)
-    if chosen not in _AGGREGATIONS:
-        raise NeedsDecisionError(_AGGREGATION, f"{chosen}: ours are {', '.join(_AGGREGATIONS)}")
+    aggregation = text(draft, _AGGREGATION)
+    if aggregation not in _AGGREGATIONS:
+        raise NeedsDecisionError(_AGGREGATION, f"{aggregation}: ours are {', '.join(_AGGREGATIONS)}")
     factor, length = integer(draft, f"{ACTOR}.loss_scale_factor"), integer(draft, "data.max_response_length")
-    if chosen == "seq-mean-token-sum-norm" and factor not in (None, length):
+    if aggregation == "seq-mean-token-sum-norm" and factor not in (None, length):
         raise NeedsDecisionError(f"{ACTOR}.loss_scale_factor", "the divisor here is rollout.max_new_tokens")
-    draft.put("loss.aggregation", chosen, _AGGREGATION)
+    draft.put("loss.aggregation", aggregation, _AGGREGATION)
 
 
 LOSS: Sequence[Rule] = (

@@ -30,8 +30,8 @@ def _length(draft: Draft) -> None:
 
 def _saving(draft: Draft) -> None:
     key = "trainer.save_freq"
-    every = integer(draft, key) or 0
-    draft.put("checkpoint.every", max(every, 0), key)
+    interval = integer(draft, key) or 0
+    draft.put("checkpoint.every", max(interval, 0), key)
 
 
 def _resuming(draft: Draft) -> None:
@@ -53,11 +53,11 @@ def _tracking(draft: Draft) -> None:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise NeedsDecisionError(key, f"a list of names is expected, not {value}")
-    known = [name for name in names if name in TRACKERS]
-    others = [name for name in names if name not in (*TRACKERS, "console", "file")]
-    draft.put("observe.sinks", known, key)
-    if others:
-        draft.decide(key, f"{', '.join(others)}: trackers here are {', '.join(TRACKERS)}")
+    trackers = [name for name in names if name in TRACKERS]
+    unknown_trackers = [name for name in names if name not in (*TRACKERS, "console", "file")]
+    draft.put("observe.sinks", trackers, key)
+    if unknown_trackers:
+        draft.decide(key, f"{', '.join(unknown_trackers)}: trackers here are {', '.join(TRACKERS)}")
 
 
 def _evaluating(draft: Draft) -> None:
@@ -78,9 +78,9 @@ def _evaluating(draft: Draft) -> None:
 
 
 def _evaluated(draft: Draft) -> None:
-    every = integer(draft, "trainer.test_freq")
-    if every is not None:
-        draft.put("train.eval_every", max(every, 0), "trainer.test_freq")
+    interval = integer(draft, "trainer.test_freq")
+    if interval is not None:
+        draft.put("train.eval_every", max(interval, 0), "trainer.test_freq")
     if draft.take("trainer.val_before_train") is not None:
         same = switch(draft, "trainer.val_before_train")
         reason = "always so here" if same else "the start is always evaluated here"

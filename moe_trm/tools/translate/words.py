@@ -18,10 +18,10 @@ def words(draft: Draft, key: str) -> tuple[str, ...] | None:
 
 def word(draft: Draft, key: str) -> str | None:
     """Its only word."""
-    given = words(draft, key)
-    if given is not None and len(given) != 1:
-        raise NeedsDecisionError(key, f"one value is expected, not {len(given)}")
-    return None if given is None else given[0]
+    values = words(draft, key)
+    if values is not None and len(values) != 1:
+        raise NeedsDecisionError(key, f"one value is expected, not {len(values)}")
+    return None if values is None else values[0]
 
 
 def number(draft: Draft, key: str) -> float | None:
@@ -38,10 +38,10 @@ def integer(draft: Draft, key: str) -> int | None:
 
 def on(draft: Draft, key: str) -> bool:
     """True where the switch is given."""
-    given = words(draft, key)
-    if given:
-        raise NeedsDecisionError(key, f"a switch takes no value, and this has {' '.join(given)}")
-    return given is not None
+    values = words(draft, key)
+    if values:
+        raise NeedsDecisionError(key, f"a switch takes no value, and this has {' '.join(values)}")
+    return values is not None
 
 
 def flag(draft: Draft, key: str) -> bool | None:
@@ -60,11 +60,11 @@ def wordly(key: str, ours: str, read: Callable[[Draft, str], Any]) -> Rule:
     return Rule((key,), (ours,), apply)
 
 
-def only(key: str, known: Sequence[str], reason: str) -> Rule:
+def only(key: str, allowed: Sequence[str], reason: str) -> Rule:
     """A flag of which only some values are possible here."""
 
     def apply(draft: Draft) -> None:
-        if word(draft, key) in (None, *known):
+        if word(draft, key) in (None, *allowed):
             draft.same(key)
         else:
             raise NeedsDecisionError(key, reason)
@@ -73,8 +73,8 @@ def only(key: str, known: Sequence[str], reason: str) -> Rule:
 
 
 def _converted(draft: Draft, key: str, convert: Callable[[str], Any], what: str) -> Any:
-    given = word(draft, key)
+    value_text = word(draft, key)
     try:
-        return None if given is None else convert(given)
+        return None if value_text is None else convert(value_text)
     except ValueError as error:
-        raise NeedsDecisionError(key, f"{what} is expected, not {given}") from error
+        raise NeedsDecisionError(key, f"{what} is expected, not {value_text}") from error

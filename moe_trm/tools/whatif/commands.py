@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     recording = load(args.recording)
     sweep = parse_sweep(args.sweep) if args.sweep else None
-    chosen = candidates(recording, args.rules or (), args.preset or (), args.loss or (), sweep)
-    outcomes = [_judge(candidate, recording) for candidate in chosen]
+    selected = candidates(recording, args.rules or (), args.preset or (), args.loss or (), sweep)
+    outcomes = [_judge(candidate, recording) for candidate in selected]
     print(table(recording, outcomes, shutil.get_terminal_size().columns, sga=args.sga))
     if sweep is not None:
         swept = outcomes[-len(sweep.values) :]
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             "recording": recording.source,
             "sweep": None if sweep is None else asdict(sweep),
             "steps": list(recording.steps),
-            "candidates": [asdict(one) for one in outcomes],
+            "candidates": [asdict(outcome) for outcome in outcomes],
         }
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -111,23 +111,23 @@ def candidates(
     `ConfigError` for rules that cannot be read, or a loss or rule that does not exist or cannot be loaded.
     """
     config = recording.config
-    found = [Candidate(AS_TRAINED if recording.trained else "defaults", config.correction, config.loss)]
+    listed = [Candidate(AS_TRAINED if recording.trained else "defaults", config.correction, config.loss)]
     if not (rules or presets or losses or sweep):
         presets, losses = tuple(PRESETS), tuple(LOSSES)
     for text in rules:
-        found.append(
+        listed.append(
             Candidate(f"rules {text}", _without_preset(config.correction, rules=_parse_rules(text)), config.loss)
         )
     for name in presets:
         loss = LossConfig(aggregation=config.loss.aggregation) if PRESETS[name].bypass else config.loss
-        found.append(Candidate(f"preset {name}", CorrectionConfig.model_validate({"preset": name}), loss))
+        listed.append(Candidate(f"preset {name}", CorrectionConfig.model_validate({"preset": name}), loss))
     for name in losses:
         registry.get(name)
         correction = config.correction
         if correction.preset is not None and PRESETS[correction.preset].bypass:
             correction = _without_preset(config.correction, rules=config.correction.rules)
-        found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
-    return found + (sweep.candidates(config.correction, config.loss) if sweep is not None else [])
+        listed.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
+    return listed + (sweep.candidates(config.correction, config.loss) if sweep is not None else [])
 
 
 def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 80, *, sga: bool = False) -> str:
@@ -137,7 +137,9 @@ def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 
     """
     first, shown = outcomes[0], _SGA if sga else _COLUMNS
     if sga:
-        outcomes = sorted(outcomes, key=lambda one: (one.pooled or {}).get("gradient/bias_tv", math.inf))
+        outcomes = sorted(
+            outcomes, key=lambda rule_outcome: (rule_outcome.pooled or {}).get("gradient/bias_tv", math.inf)
+        )
     room = max(LEAST_NAME, columns - CELL * len(shown))
     width = min(room, max(len(outcome.name) for outcome in outcomes))
     wrap = partial(textwrap.wrap, width=max(LEAST_NAME, columns), break_on_hyphens=False)
@@ -194,8 +196,8 @@ def _mistake(error: yaml.YAMLError | ValidationError) -> str:
     if isinstance(error, yaml.YAMLError):
         return str(error)
     fields = (
-        f"{'.'.join(map(str, found['loc']))}: {found['msg'][0].lower()}{found['msg'][1:]}"
-        for found in error.errors(include_url=False)
+        f"{'.'.join(map(str, problem['loc']))}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+        for problem in error.errors(include_url=False)
     )
     return "\n".join(fields)
 

@@ -27,8 +27,8 @@ def bars(sweep: Sweep, outcomes: Sequence[RuleOutcome]) -> str:
     lines = [f"{label}, by {sweep.key}:"]
     for value, outcome in zip(sweep.values, outcomes, strict=True):
         share = (outcome.pooled or {}).get(metric)
-        told = "cannot" if share is None else f"{share:7.2%} {'█' * round(BARS * share)}"
-        lines.append(f"  {short(value):>10} {told}")
+        bar = "cannot" if share is None else f"{share:7.2%} {'█' * round(BARS * share)}"
+        lines.append(f"  {short(value):>10} {bar}")
     return "\n".join(lines)
 
 
@@ -43,12 +43,12 @@ def picture(sweep: Sweep, outcomes: Sequence[RuleOutcome]) -> str:
             for value, outcome in zip(sweep.values, outcomes, strict=True)
             if (share := (outcome.pooled or {}).get(metric)) is not None
         ]
-        line = " ".join(f"{left:.1f},{top:.1f}" for left, top, *_ in points)
+        line = " ".join(f"{point_x:.1f},{top:.1f}" for point_x, top, *_ in points)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>')
         parts += [
-            f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="{colour}"><title>{escape(label)} at '
+            f'<circle cx="{point_x:.1f}" cy="{top:.1f}" r="3" fill="{colour}"><title>{escape(label)} at '
             f"{escape(sweep.key)}={short(value)}: {share!r}</title></circle>"
-            for left, top, value, share in points
+            for point_x, top, value, share in points
         ]
         at = LEFT + (0, 110, 210)[place]
         parts.append(f'<rect x="{at:g}" y="14" width="14" height="4" fill="{colour}"/>')

@@ -134,8 +134,8 @@ def _miles(path: Path, data: Mapping[str, Any]) -> Dump:
 
 
 def _verl(path: Path, data: Mapping[str, Any]) -> Dump:
-    wanted = ("rollout_log_probs", "old_log_probs", "response_mask", "advantages")
-    missing = [name for name in wanted if not isinstance(data.get(name), Tensor)]
+    required = ("rollout_log_probs", "old_log_probs", "response_mask", "advantages")
+    missing = [name for name in required if not isinstance(data.get(name), Tensor)]
     if missing:
         raise _lacking(path, f"it has no tensor {', '.join(missing)}", _VERL_FIX)
     scores = data.get("token_level_scores", data.get("token_level_rewards"))

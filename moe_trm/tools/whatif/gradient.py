@@ -30,9 +30,9 @@ class EffectiveWeights:
 
         w is the ratio of the policy in training to the rollout. Tokens whose `plain` is 0 are left out.
         """
-        some = plain != 0
-        self.parts.append((gradient[some] / plain[some]).double())
-        self.ratios.append(clamp_log_ratio(log_ratio.detach()[some].double()).exp())
+        nonzero = plain != 0
+        self.parts.append((gradient[nonzero] / plain[nonzero]).double())
+        self.ratios.append(clamp_log_ratio(log_ratio.detach()[nonzero].double()).exp())
 
     def histogram(self) -> dict[str, float]:
         """Share of tokens by effective weight; the shares sum to 1. Empty where no token had an advantage."""

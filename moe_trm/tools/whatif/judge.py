@@ -70,7 +70,7 @@ def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
 
 
 def _judged(
-    name: str, objective: Objective, chosen: Recipe, correction: CorrectionConfig, recorded: Steps
+    name: str, objective: Objective, recipe: Recipe, correction: CorrectionConfig, recorded: Steps
 ) -> RuleOutcome:
     recording, weights, says, verdict = RecordedLearner(), EffectiveWeights(), Judge(), ""
     learner = cast(Learner, recording)  # it does what an objective asks for, and cannot train
@@ -78,7 +78,7 @@ def _judged(
     for step, updates in recorded.items():
         measured_only = objective.measuring
         for place, update in enumerate(updates):
-            part = recording.hold(update, whole=objective.whole)
+            part = recording.hold(update, needs_anchors=objective.whole)
             loss_of = objective.bind(part, learner, first=place == 0)
             for index, batch in enumerate(update.batches):
                 scores = current(batch)
@@ -87,10 +87,10 @@ def _judged(
                     -batch.advantages * scores.logprobs,
                     batch.mask,
                     batch.mask,
-                    chosen.aggregation,
+                    recipe.aggregation,
                     num_sequences=update.num_sequences,
                     num_tokens=update.num_tokens,
-                    horizon=chosen.horizon,
+                    horizon=recipe.horizon,
                     sample_tokens=batch.sample_tokens,
                 )
                 slope, plain_slope = (

@@ -33,10 +33,10 @@ class RecordedLearner:
         self.total: summable.Summable = {}
         self._update: ScoredUpdate | None = None
 
-    def hold(self, update: ScoredUpdate, *, whole: bool) -> Anchored:
+    def hold(self, update: ScoredUpdate, *, needs_anchors: bool) -> Anchored:
         """Answer for `update` from now on; returns its minibatch as the objective wants it.
 
-        `whole`: anchors are needed before the update, also where its own forward had been the anchor.
+        `needs_anchors`: anchors are needed before the update, also where its own forward had been the anchor.
         """
         self._update = update
         micro = tuple(
@@ -48,7 +48,7 @@ class RecordedLearner:
         return Anchored(
             MiniBatch(micro, update.num_sequences, update.num_tokens),
             batches,
-            anchors if whole or update.batches[0].anchor_logprobs is not None else [],
+            anchors if needs_anchors or update.batches[0].anchor_logprobs is not None else [],
             [Native() for _ in batches],
             kl_coef=update.kl_coef,
             behavior=_all([batch.behavior_logprobs for batch in update.batches]),
@@ -92,8 +92,8 @@ def _anchor(batch: ScoredBatch) -> Scores:
 
 
 def _all(values: Sequence[Tensor | None]) -> list[Tensor] | None:
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return present if len(present) == len(values) else None
 
 
 def _token_batch(batch: ScoredBatch) -> TokenBatch:

@@ -108,11 +108,13 @@ def _check_same_run(folder: Path, steps: Mapping[int, Sequence[ScoredUpdate]]) -
     rollouts = BundleReader(str(folder))
     recorded = rollouts.steps()
     for step in steps if recorded else ():
-        known = rollouts.logprobs(step) if step in recorded else {}
+        recorded_logprobs = rollouts.logprobs(step) if step in recorded else {}
         for batch in (batch for update in steps[step] for batch in update.batches):
             for row, sample in enumerate(batch.sample_ids.tolist()):
-                own = batch.rollout_logprobs[row][batch.mask[row]].numpy()
-                if sample >= 0 and not (sample in known and np.isin(own, known[sample]).all()):
+                row_logprobs = batch.rollout_logprobs[row][batch.mask[row]].numpy()
+                if sample >= 0 and not (
+                    sample in recorded_logprobs and np.isin(row_logprobs, recorded_logprobs[sample]).all()
+                ):
                     raise BundleError(
                         "rollouts and scores of this bundle are of different runs",
                         where=f"{folder}, step {step}, {row_name(sample)}",

@@ -80,11 +80,14 @@ def parse_sweep(text: str) -> Sweep:
         raise _wrong(text, "LOW must be below HIGH, both finite")
     if not 2 <= number <= MOST:
         raise _wrong(text, f"the number of values must be between 2 and {MOST}")
-    found = corrections.get(rule)
-    known = [*found.required, *found.defaults]
-    if threshold not in known:
+    registered = corrections.get(rule)
+    thresholds = [*registered.required, *registered.defaults]
+    if threshold not in thresholds:
         raise ConfigError(
-            f"{rule} has no such threshold", where="--sweep", got=threshold, expected=", ".join(known) or "it has none"
+            f"{rule} has no such threshold",
+            where="--sweep",
+            got=threshold,
+            expected=", ".join(thresholds) or "it has none",
         )
     logarithmic = low > 0
     parts = [place / (number - 1) for place in range(number)]

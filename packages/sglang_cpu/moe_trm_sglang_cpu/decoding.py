@@ -96,5 +96,5 @@ def _attend(query_BHD: Tensor, keys: Tensor, values: Tensor, lot: Together, scal
 
 def gather(cache: Tensor, slots: Tensor, longest: int) -> Tensor:
     """The entries of a cache `[slots, G, D]` at the places `[B * S]`, `[B, G, S, D]`. Whole rows are fastest."""
-    found = cache.flatten(1).index_select(0, slots)
-    return found.view(-1, longest, *cache.shape[1:]).transpose(1, 2)
+    gathered = cache.flatten(1).index_select(0, slots)
+    return gathered.view(-1, longest, *cache.shape[1:]).transpose(1, 2)

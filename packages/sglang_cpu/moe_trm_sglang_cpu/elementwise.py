@@ -19,7 +19,7 @@ def over_all_heads(native: Callable[..., Any], norms: Any, q: Tensor, k: Tensor)
         return native(norms, q, k)
     weights = norms._q_norm.weight, norms._k_norm.weight
     return tuple(
-        _float32(each, weight, norms._eps).to(each.dtype) for each, weight in zip((q, k), weights, strict=True)
+        _float32(tensor, weight, norms._eps).to(tensor.dtype) for tensor, weight in zip((q, k), weights, strict=True)
     )
 
 

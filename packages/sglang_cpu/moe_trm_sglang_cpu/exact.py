@@ -44,15 +44,15 @@ class FixedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self, query: Tensor, output: Tensor, keys: Tensor, values: Tensor, *requests: Any, **options: Any
     ) -> Tensor:
         """New tokens of each request over its cached ones, `[tokens, heads, D]` into `output`."""
-        slots_of_rows, rows, lengths, prefixes, own, *_ = requests
-        parts = zip(torch.split(query, own.tolist()), rows, lengths.tolist(), prefixes.tolist(), strict=True)
-        found = []
+        slots_of_rows, rows, lengths, prefixes, new_lengths, *_ = requests
+        parts = zip(torch.split(query, new_lengths.tolist()), rows, lengths.tolist(), prefixes.tolist(), strict=True)
+        outputs = []
         for part, row, length, prefix in parts:
             slots = slots_of_rows[row, :length]
             hidden = torch.arange(length) > torch.arange(prefix, length)[:, None]
             seen = keys[slots][None], values[slots][None]
-            found.append(fixed_order.attend(part[None], *seen, hidden[None], options["scaling"])[0])
-        return output.copy_(torch.cat(found))
+            outputs.append(fixed_order.attend(part[None], *seen, hidden[None], options["scaling"])[0])
+        return output.copy_(torch.cat(outputs))
 
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, keys: Tensor, values: Tensor, *requests: Any, **options: Any
@@ -101,8 +101,8 @@ def gate_weights(
     """Hook around `fused_topk_native`: normalised gate weights are a softmax of the chosen logits, as in Megatron."""
     if scoring_func != "softmax" or not renormalize or correction_bias is not None:
         return native(hidden_states, gating_output, topk, renormalize, correction_bias, scoring_func)
-    chosen, ids = torch.topk(gating_output.float(), topk, dim=-1)
-    return chosen.softmax(-1), ids
+    top_logits, ids = torch.topk(gating_output.float(), topk, dim=-1)
+    return top_logits.softmax(-1), ids
 
 
 def sigmoid_gate_weights(

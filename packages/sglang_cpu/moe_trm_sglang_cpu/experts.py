@@ -38,8 +38,8 @@ def experts(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, i
     order, sizes = ids.argsort(stable=True), torch.bincount(ids, minlength=len(w13_EFD)).tolist()
     half = x_ND.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if half and w13_EFD[0].numel() <= SMALL_MATRIX else x_ND.dtype
-    chosen = x_ND.to(dtype).index_select(0, order // weights_NK.shape[1])
-    gate, up = products(chosen, sizes, w13_EFD).to(x_ND.dtype).chunk(2, -1)
+    expert_rows = x_ND.to(dtype).index_select(0, order // weights_NK.shape[1])
+    gate, up = products(expert_rows, sizes, w13_EFD).to(x_ND.dtype).chunk(2, -1)
     sorted_out = products(functional.silu(gate).mul_(up).to(dtype), sizes, w2_EDF).to(x_ND.dtype)
     out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
     out_NKD = out.view(*weights_NK.shape, -1).to(weights_NK.dtype)
@@ -49,9 +49,9 @@ def experts(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, i
 def products(rows: Tensor, sizes: list[int], matrices: Tensor) -> Tensor:
     """The rows of each expert times its transposed matrix."""
     out = rows.new_empty(len(rows), matrices.shape[1])
-    for own, matrix, into in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
-        if len(own):
-            torch.mm(own, matrix.to(rows.dtype).t(), out=into)
+    for expert_rows, matrix, into in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
+        if len(expert_rows):
+            torch.mm(expert_rows, matrix.to(rows.dtype).t(), out=into)
     return out
 
 

@@ -78,8 +78,8 @@ class _Products:
     def mm_out(self, one_MK: Tensor, other_KL: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_(self.mm(one_MK, other_KL))
 
-    def addmm(self, added: Tensor, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        return self.mm(one, other) * alpha + added * beta
+    def addmm(self, added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return self.mm(first, second) * alpha + added * beta
 
     def bmm(self, one_BMK: Tensor, other_BKL: Tensor) -> Tensor:
         if not _is_fixed(one_BMK, other_BKL):
@@ -87,12 +87,12 @@ class _Products:
         num, count = one_BMK.shape[:2]
         rows = _lots(one_BMK)
         lots = len(rows) // num
-        others = other_BKL if lots == 1 else other_BKL.repeat_interleave(lots, 0)
-        return self._bmm(rows, others).unflatten(0, (num, lots)).flatten(1, 2)[:, :count]  # type: ignore[no-untyped-call, no-any-return]
+        repeated = other_BKL if lots == 1 else other_BKL.repeat_interleave(lots, 0)
+        return self._bmm(rows, repeated).unflatten(0, (num, lots)).flatten(1, 2)[:, :count]  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _is_fixed(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == torch.float32 and one.numel() > 0 and other.numel() > 0
+def _is_fixed(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == torch.float32 and first.numel() > 0 and second.numel() > 0
 
 
 def _lots(rows: Tensor) -> Tensor:
@@ -117,14 +117,14 @@ def attend(query_BCND: Tensor, key_BSGD: Tensor, value_BSGD: Tensor, hidden_BCS:
     rows, columns, heads, dim = query_BCND.shape
     shape = columns, heads // groups
     query = query_BCND.reshape(rows, columns, groups, -1, dim).transpose(1, 2).reshape(rows * groups, -1, dim)
-    lots = [pad(each, (0, 0, 0, 0, 0, extra)).transpose(1, 2).flatten(0, 1) for each in (key_BSGD, value_BSGD)]
+    lots = [pad(tensor, (0, 0, 0, 0, 0, extra)).transpose(1, 2).flatten(0, 1) for tensor in (key_BSGD, value_BSGD)]
     keys, values = torch.split(lots[0], KEYS, 1), torch.split(pad(lots[1], (0, 1), value=1.0), KEYS, 1)
     scores = torch.cat([query @ key.mT for key in keys], -1) * scale
     hidden = pad(hidden_BCS, (0, extra), value=True).repeat_interleave(groups, 0)
     scores = scores.view(len(scores), *shape, -1).masked_fill(hidden.unsqueeze(2), -torch.inf).flatten(1, 2)
     weights = (scores - scores.detach().amax(-1, keepdim=True)).exp()
-    total, *others = (weight @ value for weight, value in zip(torch.split(weights, KEYS, -1), values, strict=True))
-    for other in others:
-        total = total + other
+    total, *later = (weight @ value for weight, value in zip(torch.split(weights, KEYS, -1), values, strict=True))
+    for part in later:
+        total = total + part
     context = (total[..., :-1] / total[..., -1:]).view(rows, groups, *shape, -1)
     return context.transpose(1, 2).flatten(2, 3)

@@ -69,9 +69,9 @@ def _next_power_of_2(value: int) -> int:
 
 def inert_module(name: str) -> ModuleType:
     """The inert module `name`, made once and registered."""
-    known = sys.modules.get(name)
-    if known is not None:
-        return known
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded
     module = InertModule(name)
     if name == "triton":
         # The two host-side helpers that SGLang really calls.

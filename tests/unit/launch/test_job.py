@@ -265,7 +265,7 @@ def test_a_job_tidies_up_however_its_ranks_ended(
     monkeypatch.setattr(job, "watch", lambda *_: 137)
     monkeypatch.setattr(job, "tidy", lambda *given: done.append(given))
     monkeypatch.setattr(config.rollout.__class__, "starts_server", False)
-    pushes = push_place(config.sync, tmp_path / "run", alone=True)
+    pushes = push_place(config.sync, tmp_path / "run", on_one_host=True)
     assert job.run_job("config.yaml", [], start=ranks) == 137  # type: ignore[arg-type]
     assert done == ["ranks", (tmp_path / "run", {Path(tempfile.gettempdir()), pushes})]
 

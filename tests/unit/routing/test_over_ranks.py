@@ -37,7 +37,7 @@ def passes_of(rank: int, keys: Sequence[int], layers: Sequence[int], number: int
             *(keys, due, layers, LAYERS),
             sample_last=True,
             device=CPU,
-            due=torch.ones(20 * len(keys), dtype=torch.bool),
+            due_N=torch.ones(20 * len(keys), dtype=torch.bool),
             experts=(2, 16),
             at_sampling=[True] * len(keys),
         )

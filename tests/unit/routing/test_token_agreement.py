@@ -52,7 +52,7 @@ def flips_of(lost: np.ndarray, shape: str, *, at_sampling: bool | None = None) -
         layers,
         sample_last=False,
         device=torch.device("cpu"),
-        due=due,
+        due_N=due,
         experts=(top_k, experts),
         at_sampling=(at_sampling,) * SAMPLES,
     )

@@ -192,7 +192,7 @@ def test_a_recorded_update_of_several_rows_is_judged_with_their_denominators(tmp
     [update] = ScoresReader(tmp_path).read(1)
     assert update.num_sequences == len(rows())
     lengths = {row.record.sample_id: row.record.num_sampled for row in rows()}
-    held = RecordedLearner().hold(update, whole=False)
+    held = RecordedLearner().hold(update, needs_anchors=False)
     for scored, batch, micro in zip(update.batches, held.batches, held.mini.micro_batches, strict=True):
         assert scored.sample_tokens is not None
         assert batch.sample_tokens is scored.sample_tokens

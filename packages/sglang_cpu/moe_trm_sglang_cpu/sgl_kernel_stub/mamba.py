@@ -33,8 +33,8 @@ def causal_conv1d_fn_cpu(
     rows, past = cache_indices.long(), conv_states[cache_indices.long()]
     past[~has_initial_state] = 0
     parts, kept = [], []
-    for part, before in zip(torch.split(x, seq_lens_cpu, 1), past, strict=True):
-        out, after = _convolve(part[None], before[None], weight, bias, activation)
+    for part, past_state in zip(torch.split(x, seq_lens_cpu, 1), past, strict=True):
+        out, after = _convolve(part[None], past_state[None], weight, bias, activation)
         parts.append(out[0])
         kept.append(after)
     conv_states[rows] = torch.cat(kept)
@@ -84,16 +84,16 @@ def chunk_gated_delta_rule_cpu(
     if head_first or not use_qk_l2norm_in_kernel:
         raise NotImplementedError("moe-trm-sglang-cpu has tokens before heads, and queries and keys of length 1, only")
     repeat = v.shape[2] // k.shape[2]
-    query, key = (_unit(each[0].float()).repeat_interleave(repeat, 1) for each in (q, k))
+    query, key = (_unit(tensor[0].float()).repeat_interleave(repeat, 1) for tensor in (q, k))
     query = query * query.shape[-1] ** -0.5
-    value, left, rate = v[0].float(), g[0].float().exp(), beta[0].float()
+    value, decay, rate = v[0].float(), g[0].float().exp(), beta[0].float()
     lengths, order = cu_seqlens.diff().sort(descending=True)
     rows, first = initial_state_indices.long()[order], cu_seqlens.long()[:-1][order]
     states, out = initial_state[rows].float(), torch.empty_like(value)
     for step in range(int(lengths[0])):
         live = int((lengths > step).sum())  # the requests that have a token here: longest first
         token, state = first[:live] + step, states[:live]
-        state *= left[token][..., None, None]
+        state *= decay[token][..., None, None]
         error = (value[token] - _times(state, key[token])) * rate[token][..., None]
         state += error[..., None] * key[token][..., None, :]
         out[token] = _times(state, query[token])
@@ -125,12 +125,12 @@ def decode(
     softplus_threshold: float,
 ) -> Tensor:
     """Decoding: gates and rule for one token of each request."""
-    left, rate = gates(decay_log, a, b, dt_bias)
+    decay, rate = gates(decay_log, a, b, dt_bias)
     return chunk_gated_delta_rule_cpu(
         q,
         k,
         v,
-        left,
+        decay,
         rate,
         initial_state=initial_state_source,
         initial_state_indices=initial_state_indices,
@@ -146,7 +146,7 @@ def apart(
     """Qwen3.5's projections: what the convolution takes `[T, C]`, the gate `[T, G, V]`, and `b` and `a` `[T, G]`."""
     channels = qkvz.shape[1] - value_heads * value_width
     z = qkvz[:, channels:].unflatten(1, (value_heads, value_width))
-    return qkvz[:, :channels].contiguous(), z, *(each.contiguous() for each in ba.chunk(2, 1))
+    return qkvz[:, :channels].contiguous(), z, *(gate.contiguous() for gate in ba.chunk(2, 1))
 
 
 def normed(
