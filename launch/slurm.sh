@@ -17,9 +17,8 @@
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Five minutes before the end: finish the step and save. So it is before a preemption, where the cluster has
-# PreemptParameters=send_user_signal and a GraceTime. `scontrol requeue` ends servers and learners at the same time, and
-# what came after the newest checkpoint is made again.
+# Five minutes before the end: end the learner. srun of Slurm 22.05 kills its step then, and what came after the newest
+# checkpoint is made again: set checkpoint.every.
 #SBATCH --signal=B:TERM@300
 
 set -euo pipefail
