@@ -112,7 +112,7 @@ def edit(history: History, rng: random.Random) -> None:
 @pytest.mark.parametrize("edits", [False, True])
 def test_the_same_conversation_is_the_same_tree_in_every_dialect(edits: bool) -> None:
     cuts: set[str] = set()
-    for seed in range(8 if edits else 5):
+    for seed in range(16 if edits else 5):
         # A client that names its last answer cannot change what came before it.
         names = [name for name in CLIENTS if not (edits and name == "responses, stored")]
         trees = {
