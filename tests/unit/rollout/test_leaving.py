@@ -61,6 +61,7 @@ def job(file: Path, tmp_path: Path) -> Iterator[Job]:  # noqa: F811
         yield Job(process, ranks, pool, log)
         process.wait(0.0)
     for rank in ranks:
+        rank._connection.close()
         rank._socket.close()
     assert process._process.returncode == 128 + signal.SIGTERM, "its own rank has ended it"
 
