@@ -126,7 +126,8 @@ def weights(rule: str, log_ratios: Array) -> Array:
     if rule == "none":
         return np.ones_like(log_ratios)
     if rule == "token":
-        return np.minimum(np.exp(log_ratios), CAP)
+        capped: Array = np.minimum(np.exp(log_ratios), CAP)
+        return capped
     divergences = (np.exp(log_ratios) - 1 - log_ratios).mean(1)
     kept = divergences <= np.quantile(divergences, 1 - REJECTED)
     return np.broadcast_to(kept[:, None], log_ratios.shape).astype(float)

@@ -122,7 +122,7 @@ class Chain:
         mean = self._tilted(mu_SV * (pi_SV / mu_SV) ** power, pi_SV)[0]
         square = self._tilted(mu_SV * (pi_SV / mu_SV) ** (2 * power), pi_SV)[1]
         advantage_S = self.reward - baseline
-        return np.tensordot(advantage_S, mean, 1), float(advantage_S**2 @ square)
+        return np.tensordot(advantage_S, mean, 1).astype(np.float64), float(advantage_S**2 @ square)
 
     def _tilted(self, kernel_SV: Array, pi_SV: Array) -> tuple[Array, Array]:
         """m1 `[S, S, V]` and m2 `[S]` after T tokens, by last state."""

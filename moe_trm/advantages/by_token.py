@@ -105,7 +105,8 @@ def weighted_energy(record: RolloutRecord, log_ratios: Array) -> Array:
     0 where the log-ratio `[S]` is NaN.
     """
     weight = np.exp(np.minimum(log_ratios, math.log(CAP)))
-    return np.nan_to_num(weight, nan=0.0) ** 2 * score_energy(record)
+    energy: Array = np.nan_to_num(weight, nan=0.0) ** 2 * score_energy(record)
+    return energy
 
 
 def score_energy(record: RolloutRecord) -> Array:

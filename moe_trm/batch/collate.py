@@ -96,12 +96,14 @@ def _scored(records: list[RolloutRecord]) -> np.ndarray:
     """`RolloutRecord.scored` of all records, one after the other."""
     masks = [record.sampling_mask for record in records if record.sampling_mask is not None]
     if len(masks) == len(records):
-        return row_sizes(masks) > 0
+        scored: np.ndarray = row_sizes(masks) > 0
+        return scored
     return _joined([record.scored for record in records], bool)
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    joined: np.ndarray = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+    return joined
 
 
 def _spread(valid: np.ndarray, parts: list[np.ndarray], dtype: type) -> np.ndarray:

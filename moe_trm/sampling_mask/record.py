@@ -134,7 +134,8 @@ def row_sizes(masks: Sequence[SamplingMask]) -> np.ndarray:
     sizes: np.ndarray = np.diff(np.concatenate([mask.offsets for mask in masks]))
     of_row = np.ones(len(sizes), bool)
     of_row[ends[:-1] - 1] = False
-    return sizes[of_row]
+    sizes_of_rows: np.ndarray = sizes[of_row]
+    return sizes_of_rows
 
 
 def split(mask: SamplingMask, num_rows: Sequence[int]) -> list[SamplingMask]:

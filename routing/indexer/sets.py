@@ -132,7 +132,8 @@ def _unpack_part(data: bytes, start: int, rows: int, first: int, top_k: int) -> 
 
 def _bits(numbers: np.ndarray, width: int) -> np.ndarray:
     places = np.arange(width)[::-1]
-    return ((numbers[:, None] >> places) & 1).astype(np.uint8).reshape(-1)
+    bits: np.ndarray = ((numbers[:, None] >> places) & 1).astype(np.uint8).reshape(-1)
+    return bits
 
 
 def _numbers(bits: np.ndarray, width: int, count: int) -> np.ndarray:

@@ -207,7 +207,7 @@ def _worst_expert(size: Array, touched: Array) -> dict[str, float]:
             inside = touched[:, layer, expert]
             if min(inside.sum(), (~inside).sum()) < ENOUGH:
                 continue
-            contrast = float(np.median(size[inside]) / max(np.quantile(size[~inside], 0.95), CERTAIN))
+            contrast = float(np.median(size[inside]) / max(float(np.quantile(size[~inside], 0.95)), CERTAIN))
             if contrast > worst["expert_contrast"]:
                 worst = {"expert_contrast": contrast, "expert_layer": float(layer), "expert_id": float(expert)}
     return worst
