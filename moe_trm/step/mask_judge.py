@@ -22,7 +22,7 @@ from moe_trm.types import TokenBatch
 
 FEW_ROWS, FEW_SHARE = 2, 0.05
 """False masks in more rows than either are no accident of single requests: the run stops."""
-REFUSED, JUDGED = "sampling_mask/refused_fraction", "sampling_mask/judged_rows"
+REFUSED, LOWEST, JUDGED = "sampling_mask/refused_fraction", "sampling_mask/lowest_allowed", "sampling_mask/judged_rows"
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class MaskJudge:
         refused, lowest = self._judged(batch, scores)
         rows = batch.mask.any(1)
         return refused, {
-            **summable.fraction("sampling_mask/refused_fraction", refused, rows),
-            "sampling_mask/judged_rows": summable.count(rows),
-            **summable.minimum("sampling_mask/lowest_allowed", torch.tensor([lowest], device=refused.device)),
+            **summable.fraction(REFUSED, refused, rows),
+            JUDGED: summable.count(rows),
+            f"{LOWEST}:min": torch.tensor(lowest, dtype=torch.float64, device=refused.device),
         }
 
     def check(self, metrics: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_trm.batch.plan import plan_step
 from moe_trm.errors import FalseRecords
 from moe_trm.learner.protocol import Scores
-from moe_trm.step.mask_judge import JUDGED, REFUSED
+from moe_trm.step.mask_judge import JUDGED, LOWEST, REFUSED
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.types import TokenBatch, TrainRow
@@ -56,7 +56,7 @@ def test_a_row_with_a_false_mask_is_counted_and_has_no_gradient() -> None:
     objective, metrics, found = gradients({3: 0.5})
     assert metrics[REFUSED] == pytest.approx(1 / 12)
     assert metrics[JUDGED] == 12
-    assert metrics["sampling_mask/lowest_allowed"] == pytest.approx(0.815, abs=1e-3)
+    assert metrics[LOWEST] == pytest.approx(0.815, abs=1e-3)
     assert not found[3].any()
     assert all(gradient.all() for number, gradient in found.items() if number != 3)
     objective.check(metrics)
