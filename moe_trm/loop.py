@@ -129,7 +129,6 @@ def train(
                             part.sources,
                             scores.watch(part, objective.bind(part, learner, first=begins and index == 0)),
                             entropy=objective.needs_entropy,
-                            kept_mass=objective.needs_kept_mass,
                             lr_scale=lr_scale,
                         )
                         for index, part in enumerate(anchored * config.learner.epochs)
@@ -169,7 +168,6 @@ def train(
             **evaluation,
         }
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})
-        objective.check(metrics)
         with phases.time("checkpoint"):
             if checkpoints.end_step(step, learner, partial(capture, resumable), leaving=leaving):
                 break

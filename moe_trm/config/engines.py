@@ -35,7 +35,6 @@ class EngineTraits:
         awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
         scores_tokens: its servers decode greedily and score given tokens, so that pushes can be proved by use
             (`ServerBackend.decoded`, `ServerBackend.prefilled`).
-        top_p_of_all_ids: its top_p counts the mass of all ids, not of the top_k.
         fixed_order: its servers can compute in an order of sums that the learner repeats (`exact`).
         packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
@@ -53,7 +52,6 @@ class EngineTraits:
     lends_memory: bool = True
     awaits_weights: bool = False
     scores_tokens: bool = False
-    top_p_of_all_ids: bool = False
     fixed_order: bool = False
     packages: tuple[str, ...] = ()
     rules: str = ""
@@ -67,7 +65,6 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             has_servers=True,
             awaits_weights=True,
             scores_tokens=True,
-            top_p_of_all_ids=True,
             fixed_order=True,
             packages=("sglang==0.5.23",),
             rules="moe_trm.rollout.sglang.server_flags:refusals",

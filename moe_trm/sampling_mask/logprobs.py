@@ -90,7 +90,7 @@ def masked_logprobs_and_kl(
 
 
 @torch.no_grad()
-def log_kept_masses(
+def log_kept_mass(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     kept_ids: Tensor,
@@ -99,20 +99,18 @@ def log_kept_masses(
     chunk_tokens: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """Logs of the full-vocabulary probability of each kept support, and of its least likely id: `[2, N]`, at most 0.
+    """Log of the full-vocabulary probability of each kept support, `[N]`, at most 0: `lse_S(z / tau) - lse_V(z / tau)`.
 
-    log p(S) = lse_S(z / tau) - lse_V(z / tau) is the difference between a full-vocabulary log-prob and a masked one, so
-    it is the truncation part of a mismatch.
+    It is the difference between a full-vocabulary log-prob and a masked one, so it is the truncation part of a
+    mismatch.
     """
     full = log_normalizer(hidden_NH, weight_VH, temperature, chunk_tokens, vocabulary)
     if not len(full):
-        return full.expand(2, 0)
+        return full
     weight_VH = vocabulary.real_rows(weight_VH)
     support = Support.of(kept_ids, kept_offsets, vocabulary, len(weight_VH))
-    logits = kept_logits(hidden_NH, weight_VH, support, temperature)
-    kept = support.logsumexp(logits, vocabulary)
-    least = -vocabulary.max(torch.segment_reduce(-logits, "max", offsets=support.offsets, initial=float("-inf")))
-    return (torch.stack([kept, least]) - full).clamp(max=0.0)
+    kept = support.logsumexp(kept_logits(hidden_NH, weight_VH, support, temperature), vocabulary)
+    return (kept - full).clamp(max=0.0)
 
 
 def _kl_terms(mu: Tensor, pi: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from moe_trm.methods.parameters import Parameter
 from moe_trm.observe.sinks import Sink
 from moe_trm.ratios import LogRatios
 from moe_trm.step.decision import Decision
-from moe_trm.step.mask_judge import MaskJudge
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
@@ -56,11 +55,6 @@ class Objective:
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
         self._has_turns = config.rollout.has_turns
-        self._masks = (
-            MaskJudge.of(config.rollout, config.sampling_mask.violation, config.learner.epochs)
-            if config.keeps_masks
-            else None
-        )
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
@@ -96,11 +90,6 @@ class Objective:
         return self._recipe.entropy
 
     @property
-    def needs_kept_mass(self) -> bool:
-        """True when the scores of updates have to carry the masses of the kept sets."""
-        return self._masks is not None
-
-    @property
     def watches_routers(self) -> bool:
         """True when updates have to know how far the routers have moved since the anchors."""
         return "routers" in self._recipe.loss.loss.needs
@@ -118,22 +107,17 @@ class Objective:
 
         def loss_of(index: int, current: Scores) -> Tensor:
             batch, ratios = part.batches[index], part.ratios(index, current.logprobs)
-            trained, masks = ratios.mask, dict[str, Tensor]()
-            if self._masks is not None:
-                refused, masks = self._masks.measured(batch, current)
-                trained = trained & ~refused[:, None]
             evidence = Evidence(ratios, batch.advantages).with_fields(batch, current)
             self._thresholds.observe(evidence)
             correction, token_loss = judge(index, evidence, current.logprobs)
             for sink in self._sinks:
                 sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
-            terms = {"loss/policy": (token_loss.values, correction.keep & trained, 1.0)}
+            terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
             measured: dict[str, Tensor] = {}
             if bound_recipe.rollout_kl_coef:
-                soft, kept = rollout_kl(ratios)
-                terms["loss/rollout_kl"] = soft, kept & trained, bound_recipe.rollout_kl_coef
+                terms["loss/rollout_kl"] = *rollout_kl(ratios), bound_recipe.rollout_kl_coef
             if current.entropy is not None:
-                terms["loss/entropy"] = current.entropy, trained, -bound_recipe.entropy_coef
+                terms["loss/entropy"] = current.entropy, ratios.mask, -bound_recipe.entropy_coef
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
             if (reference := batch.reference_logprobs) is not None:
                 kl = kl_term(
@@ -144,7 +128,7 @@ class Objective:
                     ratio=bound_recipe.kl_ratio,
                     clip=bound_recipe.kl_clip,
                 )
-                terms["loss/kl"] = kl, trained, part.kl_coef
+                terms["loss/kl"] = kl, ratios.mask, part.kl_coef
                 measured |= reference_metrics(current.logprobs, reference, ratios.mask)
             shares = {
                 name: coef
@@ -164,7 +148,6 @@ class Objective:
             self._metrics.append(
                 {
                     **diagnostics.metrics(evidence),
-                    **masks,
                     **{name: share.detach().double() for name, share in shares.items()},
                     **measured,
                     **token_loss.metrics,
@@ -193,11 +176,6 @@ class Objective:
         self._num_updates = 0
         metrics |= self._adapt(metrics) | self._decision.end_step(metrics)
         return metrics | diagnostics.certificate_estimate(metrics) | self._thresholds.end_step(learner)
-
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise `FalseRecords` where the records of the step with these metrics are not what they claim to be."""
-        if self._masks is not None:
-            self._masks.check(metrics)
 
     @property
     def _loss(self) -> BoundLoss:
