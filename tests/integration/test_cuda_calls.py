@@ -39,7 +39,8 @@ SIGNS = (
 PLACES = {
     "launch/learner.py": HERE,
     "moe_trm/tools/doctor/environment.py": HERE,
-    "launch/start/places.py": "tests/unit/tools/doctor/test_places.py",
+    "moe_trm/tools/doctor/rehearsal.py": "tests/integration/test_rehearsal.py",
+    "launch/start/cuda.py": "tests/unit/launch/test_cuda.py",
     "launch/start/preflight.py": "tests/unit/config/test_choices.py",
     "moe_trm/tools/evaluate/own_policy.py": HERE,
     "moe_trm/learner/deepspeed/build.py": HERE,
@@ -53,6 +54,7 @@ PLACES = {
     "moe_trm/learner/megatron/notices.py": MACHINE,
     "moe_trm/learner/megatron/packed.py": "tests/integration/test_learner_fused.py",
     "moe_trm/learner/megatron/state.py": HERE,
+    "moe_trm/rollout/servers/backend.py": "tests/unit/tools/plan/test_preflight.py",
     "moe_trm/rollout/servers/process.py": "tests/unit/rollout/test_placement.py",
     "moe_trm/step/push.py": "tests/unit/rollout/test_lent_memory.py",
     "packages/sglang_cpu/moe_trm_sglang_cpu/plugin.py": "tests/integration/test_sglang_cpu.py",
