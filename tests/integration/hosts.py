@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 MTU = 9000
 FRAME_BYTES = MTU + 64
@@ -116,7 +118,8 @@ class Host:
                 [*inside, *named, *command],
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **environment},
+                # Its rollout engine is a file of these tests, which imports from them.
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                 cwd=folder,
                 start_new_session=True,
             )
