@@ -50,6 +50,12 @@ class LocalRollouts:
     def push(self, version: int) -> None:
         self._loop.run_until_complete(self._controller.load_weights(WeightPush(version, "", ())))
 
+    def state(self) -> dict[str, Any]:
+        return self._controller.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._controller.restore(state)
+
     def close(self) -> None:
         self._loop.run_until_complete(self._controller.close())
 
