@@ -129,15 +129,19 @@ class SeveralRefusals(ConfigError):
 
 
 def refuse_together(*checks: Callable[[], Checked]) -> list[Checked]:
-    """The results of all checks; else raise the error of the one that fails, or `SeveralRefusals`."""
+    """The results of all checks; else raise the error of the one that fails, or `SeveralRefusals`.
+
+    A reason that several checks give is given once.
+    """
     results, reasons = [], list[MoeTrmError]()
     for check in checks:
         try:
             results.append(check())
         except MoeTrmError as error:
             reasons.append(error)
-    if len(reasons) > 1:
-        raise SeveralRefusals(reasons)
-    if reasons:
-        raise reasons[0]
+    different = list({str(reason): reason for reason in reversed(reasons)}.values())[::-1]
+    if len(different) > 1:
+        raise SeveralRefusals(different)
+    if different:
+        raise different[0]
     return results

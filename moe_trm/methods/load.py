@@ -18,7 +18,7 @@ from moe_trm.errors import ConfigError
 def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function called `package.module:function` or `path/to/file.py:function`.
 
-    Modules are also looked for in the working directory, and by a file in its own folder, but after all that is
+    Modules are also looked for in the working directory, and by a file in its own folder too, but after all that is
     installed: no file there stands in for another module.
     Raises `ConfigError`, naming the configuration's `key`, for no such module, file or function, or a failing import.
     """
@@ -62,9 +62,14 @@ def place_in(error: BaseException, function: Callable[..., Any]) -> str:
 
 
 def _by_name(name: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    _search_last(Path.cwd())
     return importlib.import_module(name)
+
+
+def _search_last(folder: Path) -> None:
+    """Modules are looked for in `folder` too, after all other places."""
+    if not {str(folder), "" if folder == Path.cwd() else str(folder)} & {*sys.path}:
+        sys.path.append(str(folder))
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -81,8 +86,8 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(path)
-    if str(resolved.parent) not in sys.path:
-        sys.path.append(str(resolved.parent))
+    _search_last(resolved.parent)
+    _search_last(Path.cwd())
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs: dataclasses and annotations look their own module up.
     sys.modules[name] = module

@@ -17,3 +17,9 @@ def run_module(module: str, *arguments: str, interpreter: str = sys.executable) 
 def module_options(module: str, *arguments: str) -> Sequence[str]:
     """The same without the interpreter."""
     return [SAFE_PATH, "-m", module, *arguments]
+
+
+def run_instead(code: str, command: Sequence[str]) -> list[str]:
+    """`command` of `run_module` with the same arguments, given to `code` in place of the module."""
+    start = [*command].index("-m")
+    return [*command[:start], "-c", code, *command[start + 2 :]]

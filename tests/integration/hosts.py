@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_trm.runtime.gloo import INTERFACE
+
 ROOT = Path(__file__).parents[2]
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
@@ -113,13 +115,14 @@ class Host:
         """`command` on this host, in `folder`; its output goes to `log`."""
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
         named = ["bash", "-c", 'hostname "$0" && exec "$@"', self.name]
+        elsewhere = {name: value for name, value in os.environ.items() if name != INTERFACE}  # tests before may set it
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [*inside, *named, *command],
                 stdout=output,
                 stderr=output,
                 # Its rollout engine is a file of these tests, which imports from them.
-                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                env={**elsewhere, "PYTHONPATH": str(ROOT), **environment},
                 cwd=folder,
                 start_new_session=True,
             )

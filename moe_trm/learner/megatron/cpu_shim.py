@@ -126,10 +126,10 @@ class _NoStream:
 def _install_random_state() -> None:
     import megatron.core.tensor_parallel.random as mcore_random
 
-    def get_state(*_args: Any, **_kwargs: Any) -> Tensor:
+    def get_state(device: int | str | torch.device = "cuda") -> Tensor:
         return torch.get_rng_state()
 
-    def set_state(new_state: Tensor, *_args: Any, **_kwargs: Any) -> None:
+    def set_state(new_state: Tensor, device: int | str | torch.device = "cuda") -> None:
         torch.set_rng_state(new_state)
 
     def manual_seed(seed: int) -> None:

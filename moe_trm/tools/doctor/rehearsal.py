@@ -26,6 +26,7 @@ from moe_trm.models.hf_config import read_hf_config
 from moe_trm.rollout.servers.backend import Served, backend_of
 from moe_trm.rollout.servers.placement import gpus_of, place
 from moe_trm.rollout.servers.process import last_words
+from moe_trm.runtime.python import run_instead
 from moe_trm.tools.plan.commands import PUBLISHED, published
 from moe_trm.tools.plan.needs import Needs
 
@@ -96,8 +97,7 @@ def _arguments(served: Served, folder: Path) -> Check | str:
     if missing:
         return Check(ARGUMENTS, "skip", f"{', '.join(missing)} is not installed here")
     with backend.launch(served, rollout.server.port, "rehearsal", folder) as launch:
-        start = [*launch.command].index("-m")
-        words = [*launch.command[:start], "-c", backend.argument_check, *launch.command[start + 2 :]]
+        words = run_instead(backend.argument_check, launch.command)
         # Without CUDA the engine is imported for the CPU, whatever device the arguments name.
         here = {"SGLANG_USE_CPU_ENGINE": "1"} if without_gpu() else {}
         environment = {**os.environ, **launch.environment, **here}

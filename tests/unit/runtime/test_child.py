@@ -20,6 +20,9 @@ from moe_trm.runtime.functions.host import FunctionHost
 from moe_trm.runtime.functions.process import FunctionFailed
 
 T = TypeVar("T")
+CHILD = "tests.unit.runtime.sleeping_child"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+"""Children do not look for modules in their working folder."""
 SOURCE = """
 import asyncio, os, signal
 from moe_trm.runtime.functions.hosted import Hosted
@@ -117,9 +120,7 @@ def test_a_process_that_stands_still_at_a_deadline_does_not_take_the_others_alon
 def test_calls_of_a_process_that_dies_end() -> None:
     async def run() -> bool:
         with tempfile.TemporaryFile() as cell:
-            child = await Child.start(
-                "tests.unit.runtime.sleeping_child", {}, descriptor=cell.fileno(), startup_s=200.0
-            )
+            child = await Child.start(CHILD, {}, descriptor=cell.fileno(), startup_s=200.0, environment=ENVIRONMENT)
             try:
                 calls = [asyncio.ensure_future(child.call(number)) for number in range(3)]
                 await asyncio.sleep(0)
@@ -146,10 +147,11 @@ def test_a_value_that_nobody_waits_for_is_taken_too() -> None:
     async def run() -> None:
         with tempfile.TemporaryFile() as cell:
             child = await Child.start(
-                "tests.unit.runtime.sleeping_child",
+                CHILD,
                 {"deaf": True},
                 descriptor=cell.fileno(),
                 startup_s=200.0,
+                environment=ENVIRONMENT,
                 take=take,
             )
             try:
@@ -171,10 +173,11 @@ def test_a_child_that_refuses_to_begin_says_why() -> None:
     async def run() -> None:
         with tempfile.TemporaryFile() as cell:
             await Child.start(
-                "tests.unit.runtime.sleeping_child",
+                CHILD,
                 {"refuse": "no such thing"},
                 descriptor=cell.fileno(),
                 startup_s=200,
+                environment=ENVIRONMENT,
             )
 
     with pytest.raises(NotStarted) as caught:
