@@ -141,9 +141,9 @@ def _install_random_state() -> None:
     torch.cuda.get_rng_state = get_state
     torch.cuda.set_rng_state = set_state
     torch.cuda.random.get_rng_state = get_state
-    # tensor_parallel/random.py:41,72 reach for CUDA's generators directly.
-    mcore_random._get_cuda_rng_state = get_state
-    mcore_random._set_cuda_rng_state = set_state
+    # tensor_parallel/random.py:41,72 reach for CUDA's generators directly, with options that only CUDA graphs need.
+    mcore_random._get_cuda_rng_state = lambda *_args, **_options: get_state()
+    mcore_random._set_cuda_rng_state = lambda new_state, *_args, **_options: set_state(new_state)
 
 
 def define_router_gemm() -> None:
