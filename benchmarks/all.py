@@ -5,7 +5,7 @@ JSON to `--rows`. Its table then replaces the block between `<!-- NAME -->` and 
 added at the end of the page; everything else on the page stays.
 
 A benchmark that fails leaves its block as it was and is named at the end. Benchmarks of a trained model need `make
-quickstart` first. `benchmarks.soak` and `benchmarks.resume_drill` take hours and are run separately.
+quickstart` first. `tests.drills.soak` and `tests.drills.resume_drill` take hours and are run separately.
 """
 
 from __future__ import annotations

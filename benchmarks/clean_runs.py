@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import command_line
-from benchmarks.resume_drill import metrics_of
-from benchmarks.short_run import starting_checkpoint
+from benchmarks.short_run import metrics_of, starting_checkpoint
 from benchmarks.table import Row, report
 from launch.job import learner_environment
 from moe_trm.tasks import RewardInput

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
@@ -20,6 +21,13 @@ SETTINGS = {
     "task": {"eval_size": 0},
     "train": {"export": False},
 }
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The complete lines of `metrics.jsonl`; none when there is no file yet."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def starting_checkpoint(given: Path | None, folder: Path) -> Path:

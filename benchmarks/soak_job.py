@@ -1,4 +1,4 @@
-"""The job that `benchmarks.soak` runs where it is given none: a tiny random model that is rewarded for digits."""
+"""The job that `tests.drills.soak` runs where it is given none: a tiny random model that is rewarded for digits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The built-in corrections and losses as their decorators declare them, read from `built_in.json`. Imports no torch.
 
-`python -m benchmarks.methods_page` writes the file from the code, and a test holds it to the code.
+`python -m docs.make.methods_page` writes the file from the code, and a test holds it to the code.
 """
 
 from __future__ import annotations

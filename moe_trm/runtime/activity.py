@@ -37,10 +37,17 @@ def activity_of(process: int) -> Activity:
 
     A kernel that does not count the time of waiting counts that of computing.
     """
-    # The fields after the command's name, which may have blanks itself.
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_fields(Path(f"/proc/{process}/stat"))
     ticks, waited_ns = int(fields[11]) + int(fields[12]), 0
     for counts in Path(f"/proc/{process}/task").glob("*/schedstat"):
         with suppress(OSError):  # a thread that has just ended
             waited_ns += int(counts.read_text().split()[1])
     return Activity(ticks / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9, int(fields[9]))
+
+
+def stat_fields(path: Path) -> list[str]:
+    """Fields of a `stat` file of Linux, from the state on. psutil has neither page reads nor the states of threads.
+
+    The command's name before them may have blanks itself. Raises `OSError` where there is no such process or thread.
+    """
+    return path.read_text().rpartition(")")[2].split()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from moe_trm.runtime.activity import stat_fields
+
 Health = Literal["well", "busy", "hung"]
 
 WAITING = "RD"
@@ -54,11 +56,6 @@ class HangDetector:
 
 def state_of(process: int) -> tuple[int, str]:
     """Processor ticks of a process, and the state of its busiest thread. Raises `OSError` where there is none."""
-    ticks = [int(field) for field in _stat(Path(f"/proc/{process}/stat"))[11:13]]
-    states = [_stat(path)[0] for path in Path(f"/proc/{process}/task").glob("*/stat")]
+    ticks = [int(field) for field in stat_fields(Path(f"/proc/{process}/stat"))[11:13]]
+    states = [stat_fields(path)[0] for path in Path(f"/proc/{process}/task").glob("*/stat")]
     return sum(ticks), next((state for state in states if state in WAITING), states[0] if states else "Z")
-
-
-def _stat(path: Path) -> list[str]:
-    """The fields after the command's name, which may have blanks itself."""
-    return path.read_text().rpartition(")")[2].split()

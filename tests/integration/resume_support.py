@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.resume_drill import metrics_of
+from benchmarks.short_run import metrics_of
 from launch.job import learner_command, learner_environment
 from moe_trm.cli import main as moe_trm
 from moe_trm.learner.hf_checkpoint import HfCheckpoint

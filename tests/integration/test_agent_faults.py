@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.resume_drill import books_balance
 from moe_trm.config.schema import Config
 from moe_trm.rollout.agents.live_session import LiveSession
 from moe_trm.rollout.build import build_controller
@@ -19,6 +18,7 @@ from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import TrainBatch
+from tests.drills.resume_drill import books_balance
 from tests.integration.served import make_push
 from tests.integration.test_agent_rows import AGENT, ANSWERS
 from tests.integration.test_rollout_faults import KEY, RECOVERY_S

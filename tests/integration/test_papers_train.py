@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper_table import REPOSITORY, rows
+from docs.make.paper_table import REPOSITORY, rows
 from moe_trm.config import resolve
 from moe_trm.config.schema import Config
 from moe_trm.methods.advantages import ADVANTAGES

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.resume_drill import books_balance, kill_everything, metrics_of, run_drill, timeless
+from benchmarks.short_run import metrics_of
 from launch.job import free_port, learner_command
 from moe_trm.cli import main as moe_trm
 from moe_trm.config import load
@@ -22,6 +22,7 @@ from moe_trm.errors import REFUSED
 from moe_trm.learner.checkpoint.pieces import PieceReader
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.tools.export.run_folder import RunFolder
+from tests.drills.resume_drill import books_balance, kill_everything, run_drill, timeless
 from tests.integration.jobs import still_running
 from tests.integration.recordings import make_recording
 from tests.integration.resume_support import (

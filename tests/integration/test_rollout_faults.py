@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.resume_drill import books_balance, metrics_of
+from benchmarks.short_run import metrics_of
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
@@ -21,6 +21,7 @@ from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.types import TrainBatch
+from tests.drills.resume_drill import books_balance
 from tests.integration.jobs import still_running, write_config
 from tests.integration.proxy import Proxy
 from tests.integration.served import make_push

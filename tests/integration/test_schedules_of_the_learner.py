@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.resume_drill import books_balance, metrics_of
+from benchmarks.short_run import metrics_of
 from moe_trm.config import load
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from tests.drills.resume_drill import books_balance
 from tests.integration.recordings import make_recording
 from tests.integration.resume_support import CONFIG, STEPS, forked
 

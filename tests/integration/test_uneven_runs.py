@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.resume_drill import books_balance, metrics_of, timeless
+from benchmarks.short_run import metrics_of
 from moe_trm.config import load
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from tests.drills.resume_drill import books_balance, timeless
 from tests.integration.ranks import fork_ranks
 from tests.integration.recordings import make_recording
 from tests.integration.resume_support import CONFIG, STEPS, assert_exports_what_the_learner_exported

@@ -77,14 +77,14 @@ def test_settings_may_stand_behind_options() -> None:
 
 
 def test_options_of_benchmarks_exist() -> None:
-    """Every `--option` behind `python -m benchmarks.NAME`, in the source of that benchmark or of what it imports."""
-    calls = named(r"python -m benchmarks\.([a-z_]+ [^`\n]*--[^`\n]*)")
+    """Every `--option` behind a benchmark or a drill, in its source or in the source of what it imports."""
+    calls = named(r"python -m ((?:benchmarks|tests\.drills)\.[a-z_]+ [^`\n]*--[^`\n]*)")
     for name, _, words in (call.partition(" ") for call in calls):
-        own = (REPOSITORY / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
+        own = (REPOSITORY / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
         names = re.findall(r"from benchmarks\.(\w+) import", own)
         source = own + "".join((REPOSITORY / "benchmarks" / f"{one}.py").read_text(encoding="utf-8") for one in names)
         for option in re.findall(r"--[a-z][a-z-]*", words):
-            assert f'"{option}"' in source, f"python -m benchmarks.{name} {option}"
+            assert f'"{option}"' in source, f"python -m {name} {option}"
 
 
 @pytest.mark.parametrize("key", named(rf"`({KEY})(?<!\.py)(?<!\.log)(?=[`=:])"))

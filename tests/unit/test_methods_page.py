@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import moe_trm
-from benchmarks import length_bias, methods_page
+from benchmarks import length_bias
+from docs.make import methods_page
 from moe_trm import corrections, losses
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.built_in import FILE
@@ -14,11 +15,11 @@ from moe_trm.methods.built_in import FILE
 
 def test_the_page_is_up_to_date() -> None:
     said = methods_page.PAGE.read_text(encoding="utf-8")
-    assert said == methods_page.page(), "run `python -m benchmarks.methods_page`"
+    assert said == methods_page.page(), "run `python -m docs.make.methods_page`"
 
 
 def test_the_table_that_needs_no_torch_is_up_to_date() -> None:
-    assert FILE.read_text(encoding="utf-8") == methods_page.table(), "run `python -m benchmarks.methods_page`"
+    assert FILE.read_text(encoding="utf-8") == methods_page.table(), "run `python -m docs.make.methods_page`"
 
 
 def test_every_method_says_when_it_is_the_right_one_and_where_it_comes_from() -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from benchmarks import paper_table, papers_page
-from benchmarks.paper_table import FOLDER, PARTS, REPOSITORY, Method, Paper, parse
+from docs.make import paper_table, papers_page
+from docs.make.paper_table import FOLDER, PARTS, REPOSITORY, Method, Paper, parse
 from moe_trm import corrections, losses
 from moe_trm.config import Resolved, resolve
 from moe_trm.methods.advantages import ADVANTAGES
@@ -37,7 +37,7 @@ def resolved(method: Method) -> Resolved:
 
 def test_the_page_is_up_to_date() -> None:
     said = papers_page.PAGE.read_text(encoding="utf-8")
-    assert said == papers_page.page(), "run `python -m benchmarks.papers_page`"
+    assert said == papers_page.page(), "run `python -m docs.make.papers_page`"
 
 
 def test_every_file_of_the_table_is_a_part_of_the_page() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import routing
-from benchmarks import api_page
+from docs.make import api_page
 
 ADVICE = """
-A name or parameter that was added needs `python -m benchmarks.api_page --store` and a line in CHANGELOG.md.
+A name or parameter that was added needs `python -m docs.make.api_page --store` and a line in CHANGELOG.md.
 Something that callers relied on and that is gone or different is a new version: raise routing.API_VERSION, run the same
 command, say in CHANGELOG.md what to write instead, and remove the file of the old version."""
 

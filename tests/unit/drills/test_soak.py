@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.processes import Look, look, role, watch
-from benchmarks.soak import Kept, place_row, process_row, state_files, steps_in
+from tests.drills.soak import Kept, place_row, process_row, state_files, steps_in
 
 MIB = 1 << 20
 STEADY = Look(step=0, memory=100 * MIB, resident=300 * MIB, files=20, sockets=4, threads=8)

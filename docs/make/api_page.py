@@ -1,4 +1,4 @@
-"""Write the table of the public interface in docs/library.md: `python -m benchmarks.api_page`.
+"""Write the table of the public interface in docs/library.md: `python -m docs.make.api_page`.
 
 With `--store` it also writes tests/data/api-VERSION.json, which holds what callers of this version rely on.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import routing
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "library.md"
 BEGIN, END = "<!-- public interface -->", "<!-- end of the public interface -->"
 MODULES = {

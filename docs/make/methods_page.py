@@ -1,4 +1,4 @@
-"""Write docs/methods.md and the torch-free table of methods from the code: `python -m benchmarks.methods_page`."""
+"""Write docs/methods.md and the torch-free table of methods from the code: `python -m docs.make.methods_page`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from moe_trm.step.recipe import FROM_ANCHORS
 
 Method: TypeAlias = RegisteredRule | losses.Loss
 
-PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+PAGE = Path(__file__).parents[1] / "methods.md"
 
 INTRO = """# Methods
 
-Written by `python -m benchmarks.methods_page` from the docstrings of the code; a test keeps it up to date.
+Written by `python -m docs.make.methods_page` from the docstrings of the code; a test keeps it up to date.
 
 **Policies.** `mu`: the rollout engine at the weights that sampled (`rollout_logprobs`). `pi_old`: the learner at the
 same weights (`behavior_logprobs`). `pi_prox`: the learner when the step began (`proximal_logprobs`). `pi_theta`: the
@@ -276,6 +276,6 @@ def _shown(value: Parameter) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m benchmarks.methods_page", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="python -m docs.make.methods_page", description=__doc__).parse_args()
     FILE.write_text(table(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

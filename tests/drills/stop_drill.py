@@ -1,11 +1,11 @@
 """Stops a real run at 14 moments, from its first instruction to its steps, and counts all that is left 10 s later.
 
-`python -m benchmarks.stop_drill [--only NUMBER ...] [--json FILE] [key=value ...]` trains the tiny model of `soak_job`
+`python -m tests.drills.stop_drill [--only NUMBER ...] [--json FILE] [key=value ...]` trains a tiny model of `soak_job`
 with a server, two learner ranks, a controller and agents that are commands. Each of these starts a process in a
 session of its own, which nobody would find by its parent. `moe-trm train` is asked to stop (SIGTERM, Ctrl-C), is
 killed, or loses a process. The same command goes on from there. The last start runs to its end.
 
-The drill runs where no other program is (`benchmarks.apart`), so everything that it finds is the run's: processes,
+The drill runs where no other program is (`tests.drills.apart`), so everything that it finds is the run's: processes,
 entries of /dev/shm, entries of `TMPDIR`, and files with the controller's key. The run holds when no process is left at
 any moment, and no file either, but where `moe-trm train` itself was killed: it cannot clean up then, so the next start
 does, and none is left after the last one. The exit status is 1 when it does not hold.
@@ -26,14 +26,14 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.apart import apart
 from benchmarks.options import command_line
 from benchmarks.processes import role
-from benchmarks.resume_drill import metrics_of
+from benchmarks.short_run import metrics_of
 from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
 from launch.job import learner_environment
 from moe_trm.rollout import access
+from tests.drills.apart import apart
 
 LEFT_S = 10.0
 """Time after the end of `moe-trm train` in which all that it started has to be gone."""
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help=f"moments, of 1 to {len(MOMENTS)}")
     args = parser.parse_intermixed_args(argv)
-    if (code := apart("benchmarks.stop_drill", sys.argv[1:] if argv is None else argv)) is not None:
+    if (code := apart("tests.drills.stop_drill", sys.argv[1:] if argv is None else argv)) is not None:
         return code
     chosen = [MOMENTS[number - 1] for number in args.only] if args.only else MOMENTS
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""The table of papers behind docs/papers.md, read from `benchmarks/papers/*.toml`: one file for each part of the page.
+"""The table of papers behind docs/papers.md, read from `docs/make/papers/*.toml`: one file for each part of the page.
 
 A part is a title, a sentence and its papers. A paper has methods, and a method has either settings that run it or the
 reason why nothing runs it here.
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 FOLDER = Path(__file__).parent / "papers"
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 BASE = "configs/papers.yaml"
 PARTS = ("reports", "masking", "routes", "losses", "advantages", "asynchrony", "precision", "diagnosis")
 """Files of the table, in the order of the page."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import stop_drill
-from benchmarks.apart import apart
 from benchmarks.processes import ROLES
-from benchmarks.stop_drill import MOMENTS, NAME, found, told
+from tests.drills import stop_drill
+from tests.drills.apart import apart
+from tests.drills.stop_drill import MOMENTS, NAME, found, told
 
 ALONE = """
 import os

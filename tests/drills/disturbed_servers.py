@@ -18,9 +18,9 @@ from pathlib import Path
 import orjson
 import psutil
 
-from benchmarks.cut_link import Link
 from launch.job import free_port
 from moe_trm.runtime.lifeline import signal_group
+from tests.drills.cut_link import Link
 
 START_S = 600.0
 """Longest time in which a server is up, on a machine that others use."""

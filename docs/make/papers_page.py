@@ -1,4 +1,4 @@
-"""Write docs/papers.md from the tables of `benchmarks/papers/`: `python -m benchmarks.papers_page`."""
+"""Write docs/papers.md from the tables of `docs/make/papers/`: `python -m docs.make.papers_page`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import shlex
 from pathlib import Path
 
-from benchmarks.paper_table import BASE, REPOSITORY, Method, Paper, Part, read, rows
+from docs.make.paper_table import BASE, REPOSITORY, Method, Paper, Part, read, rows
 
-PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
+PAGE = Path(__file__).parents[1] / "papers.md"
 
 INTRO = """# Papers, and what runs them
 
 This page goes from a paper to the settings that run its methods here, and to our own figure where there is one.
 
-`python -m benchmarks.papers_page` writes it from the tables in `benchmarks/papers/`. A test holds the page to the
+`python -m docs.make.papers_page` writes it from the tables in `docs/make/papers/`. A test holds the page to the
 tables, and the tables to the code: settings load, figures stand where the links lead, and every method that can be
 chosen by name is in a row. The slow tests train two steps with each line of settings.
 
@@ -81,5 +81,5 @@ def _figure(method: Method) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m benchmarks.papers_page", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="python -m docs.make.papers_page", description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

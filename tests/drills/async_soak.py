@@ -1,6 +1,6 @@
 """A long asynchronous run that is disturbed in every way, on a loaded machine.
 
-`python -m benchmarks.async_soak [--steps 300] [--servers 2] [--eta 4] [--partial wait interrupt] [--load 10]
+`python -m tests.drills.async_soak [--steps 300] [--servers 2] [--eta 4] [--partial wait interrupt] [--load 10]
 [--json FILE] [key=value ...]` trains the tiny model of `soak_job` in `pipeline.mode=async`, once for each `--partial`.
 Servers are kept by `launch.rollout`. At random moments something happens (`disturbed_servers.FAULTS`):
 
@@ -11,7 +11,7 @@ Servers are kept by `launch.rollout`. At random moments something happens (`dist
 - the run is killed.
 
 The run is started again by the same command where it was killed or met a full disk. Weights are pushed after every
-step, so pushes meet all of that. It all happens where no other program is (`benchmarks.apart`).
+step, so pushes meet all of that. It all happens where no other program is (`tests.drills.apart`).
 
 A run holds when it does all its steps, its books balance at every step, every sample of every step was trained once, no
 sample is older than eta, no answer was malformed, and the engine ratio is rounding at every step. The last shows that
@@ -39,13 +39,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.apart import apart, small_disk
-from benchmarks.disturbed_servers import FAULTS, Disturber, kept_servers, loaded
 from benchmarks.options import command_line
-from benchmarks.resume_drill import books_balance, metrics_of
+from benchmarks.short_run import metrics_of
 from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
 from launch.job import learner_environment
+from tests.drills.apart import apart, small_disk
+from tests.drills.disturbed_servers import FAULTS, Disturber, kept_servers, loaded
+from tests.drills.resume_drill import books_balance
 
 ENGINE_K3 = 1e-6
 """Nats per token that two float32 engines may differ by at the same weights."""
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (default: 0)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and all logs here")
     args = parser.parse_intermixed_args(argv)
-    if (status := apart("benchmarks.async_soak", sys.argv[1:] if argv is None else argv)) is not None:
+    if (status := apart("tests.drills.async_soak", sys.argv[1:] if argv is None else argv)) is not None:
         return status
     rows: list[Row] = []
     for partial in args.partial:

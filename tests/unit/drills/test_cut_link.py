@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from benchmarks.cut_link import link_to
+from tests.drills.cut_link import link_to
 from tests.unit.rollout.local_app import LocalApp
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.async_soak import Kept, Ran, judged
-from benchmarks.disturbed_servers import FAULTS, Disturber
+from tests.drills.async_soak import Kept, Ran, judged
+from tests.drills.disturbed_servers import FAULTS, Disturber
 
 STEP = {
     "ledger/issued": 32.0,
@@ -88,7 +88,7 @@ def test_a_full_disk_has_no_room_until_it_is_over(tmp_path: Path) -> None:
     program = f"""
 import resource, signal, time
 from pathlib import Path
-from benchmarks.disturbed_servers import Disturber
+from tests.drills.disturbed_servers import Disturber
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 disturber = Disturber([], 1.0, 0, lambda: 0, [Path({str(tmp_path)!r})])

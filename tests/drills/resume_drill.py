@@ -1,14 +1,13 @@
 """Kills a run with SIGKILL at random moments, resumes it, and compares its metrics bit for bit with an undisturbed run.
 
-`python -m benchmarks.resume_drill CONFIG --bundle DIR [--kills 50] [--ranks 1 2] [--json FILE] [key=value ...]` needs a
-recording with at least as many steps as are run (`record.bundle=DIR`). All processes of the run are killed at once, as
-when a machine loses power. A checkpoint is written after every step, so some kills happen while a checkpoint is being
-written.
+`python -m tests.drills.resume_drill CONFIG --bundle DIR [--kills 50] [--ranks 1 2] [--json FILE] [key=value ...]` needs
+a recording with at least as many steps as are run (`record.bundle=DIR`). All processes of the run are killed at once,
+as when a machine loses power. A checkpoint is written after every step, so some kills happen while a checkpoint is
+being written.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.options import command_line
+from benchmarks.short_run import metrics_of
 from benchmarks.table import Row, report
 from launch.job import learner_command, learner_environment
 
@@ -165,13 +165,6 @@ def kill_everything(process: subprocess.Popen[bytes]) -> None:
             continue
     process.wait()
     psutil.wait_procs(everyone, timeout=10)
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The complete lines of `metrics.jsonl`; none when there is no file yet."""
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def books_balance(rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.growth import NEGLIGIBLE, growth
+from tests.drills.growth import NEGLIGIBLE, growth
 
 STEPS = 500
 AT = np.repeat(np.arange(STEPS + 1, dtype=np.float64), 2)

@@ -1,6 +1,6 @@
 """A long run, observed from outside: growth of its processes and of its files over the steps.
 
-`python -m benchmarks.soak [key=value ...] [--config FILE] [--steps 500] [--json FILE]` runs `moe-trm train` and
+`python -m tests.drills.soak [key=value ...] [--config FILE] [--steps 500] [--json FILE]` runs `moe-trm train` and
 measures every process of it once a second. Without a configuration of your own, a tiny model is trained on a live
 SGLang server, with a reward function, probes, checkpoints, evaluations and two learner ranks (`soak_job`).
 `record.bundle=DIR` records it. `rollout.engine=bundle rollout.bundle=DIR` runs on the recording, without a server.
@@ -22,12 +22,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.growth import Line, growth
 from benchmarks.options import command_line
 from benchmarks.processes import Look, numbered, watch
-from benchmarks.resume_drill import metrics_of
+from benchmarks.short_run import metrics_of
 from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
+from tests.drills.growth import Line, growth
 
 NAME = "soak"
 PUSHES = Path("/dev/shm")
