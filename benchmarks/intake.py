@@ -40,9 +40,9 @@ def measure(tokens: int, repeats: int) -> list[Row]:
     """One row per part: milliseconds, and megabytes of the answer per second."""
     context, body = list(range(PROMPT_TOKENS)), answer(PROMPT_TOKENS, tokens - PROMPT_TOKENS)
     routes: bytes = orjson.loads(body)["meta_info"]["routed_experts"].encode()
-    wanted = RequestedFields(routes=True, mask=False)
+    requested = RequestedFields(routes=True, mask=False)
     parts: dict[str, Callable[[], object]] = {
-        "bytes to a validated record": lambda: parse_turn(body, context, MODEL, wanted),
+        "bytes to a validated record": lambda: parse_turn(body, context, MODEL, requested),
         "JSON alone": lambda: decode_answer(body),
         "base64 alone, standard library": lambda: base64.b64decode(routes, validate=True),
         "base64 alone, vectorised": lambda: pybase64.b64decode(routes, validate=True),

@@ -216,8 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     families = [] if args.page_only or args.release is not None else args.family
     _run_all(examine_family, families, MOE_FAMILIES, FOUND)
     names = tuple(sorted(path.stem for path in RELEASES.glob("*.json")))
-    wanted = [] if args.page_only or args.release is None else args.release or names
-    _run_all(examine_release, wanted, names, FOUND_RELEASES)
+    requested = [] if args.page_only or args.release is None else args.release or names
+    _run_all(examine_release, requested, names, FOUND_RELEASES)
     PAGE.write_text(page(_found(FOUND), _found(FOUND_RELEASES)), encoding="utf-8")
     return 0
 

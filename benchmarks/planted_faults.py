@@ -125,16 +125,16 @@ def serving(checkpoint: Path, folder: Path, dtype: str) -> Iterator[str]:
 
 def record(clinic: Clinic, seeds: Sequence[int], needed: Collection[str]) -> dict[tuple[str, int], tuple[Path, str]]:
     """The recordings that are needed, by name and seed: the bundle, and the override under which it was made."""
-    wanted = {"clean": "rollout.top_p=0.95", **{f"top_p {p}": f"rollout.top_p={p}" for p in (0.98, 0.9, 0.8)}}
+    requested = {"clean": "rollout.top_p=0.95", **{f"top_p {p}": f"rollout.top_p={p}" for p in (0.98, 0.9, 0.8)}}
     found = {}
-    for dtype, known in (("float32", list(wanted)), ("bfloat16", ["bfloat16"])):
+    for dtype, known in (("float32", list(requested)), ("bfloat16", ["bfloat16"])):
         names = [name for name in known if name in needed]
         if not names:
             continue
         with serving(clinic.checkpoint, clinic.folder, dtype) as url:
             for name in names:
                 for seed in seeds:
-                    sampling = wanted.get(name, wanted["clean"])
+                    sampling = requested.get(name, requested["clean"])
                     cause, _, bundle = clinic.visit(
                         f"rollout.url={url}",
                         f"rollout.api_key={KEY}",

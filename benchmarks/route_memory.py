@@ -73,8 +73,8 @@ class FileEngine:
         self._answer = answer
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
-        body, wanted = self._answer.read_bytes(), RequestedFields(routes=True, mask=False)
-        return parse_answer(body, prompt, MODEL, wanted, sample_id=sample_id, group_id=group_id)
+        body, requested = self._answer.read_bytes(), RequestedFields(routes=True, mask=False)
+        return parse_answer(body, prompt, MODEL, requested, sample_id=sample_id, group_id=group_id)
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -168,7 +168,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.first = self.count = 0
-        self._begun = False
+        self._has_started = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -184,12 +184,12 @@ class Signals:
 
     def begin(self) -> int:
         """Processes are started now; number of a signal that came before."""
-        self._begun = True
+        self._has_started = True
         return self.first
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.first, self.count = self.first or number, self.count + 1
-        if not self._begun:
+        if not self._has_started:
             os.write(2, b"stopped before anything was started\n")
             sys.exit(128 + number)
 

@@ -82,7 +82,7 @@ def learn(config_path: str, overrides: Sequence[str], *, store: str | None = Non
             run(config, interruption, choices, file=store, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         status = error.exit_status if isinstance(error, MoeTrmError) else REFUSED
-        if not (status == REFUSED and told_by_another(interruption)):
+        if not (status == REFUSED and stopped_by_another_rank(interruption)):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return status
     return 0
@@ -105,7 +105,7 @@ def alone_in_its_folders(checkpoint: CheckpointConfig, run_dir: Path, *, first: 
             raise
 
 
-def told_by_another(interruption: Interruption) -> bool:
+def stopped_by_another_rank(interruption: Interruption) -> bool:
     """True when torchrun ends this rank because another one has refused, which then has said why.
 
     All ranks refuse the same configuration. The first of each machine says so at once; the others wait a little.

@@ -272,9 +272,9 @@ class HFReplayer:
         due_N, free = columns.cut(rows.mask()).flatten(), None
         if isinstance(source, ReplayRecords):
             check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
-            wanted_shape = self.layer_ids, self.num_experts, self.top_k
-            opened.targets = self._move(placed_routes(source.records, rows, *wanted_shape, columns))
-            opened.expected = self._move(sliced_routes(source.records, rows, *wanted_shape, columns))
+            expected_shape = self.layer_ids, self.num_experts, self.top_k
+            opened.targets = self._move(placed_routes(source.records, rows, *expected_shape, columns))
+            opened.expected = self._move(sliced_routes(source.records, rows, *expected_shape, columns))
             due_N = columns.cut(rows.without_last()).flatten() if target_ids is None else due_N
             if (uncovered_rows := uncovered(source.records, rows)) is not None:
                 free = columns.cut_places(uncovered_rows)

@@ -20,7 +20,7 @@ from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.build import agent_sampler, function_sampler, sampling_params
 from moe_trm.rollout.sessions.function_sampler import FunctionSampler
 from moe_trm.tasks.build import build_task
-from moe_trm.tasks.examples import MOST_TOLD
+from moe_trm.tasks.examples import MAX_LISTED
 from moe_trm.tasks.file_task import FileTask
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_input import RewardInput
@@ -81,8 +81,8 @@ def too_long(task: Task, rollout: RolloutConfig, evaluation: EvalConfig) -> list
         limits.append((f"held-out {name}".strip(), held_out, len(prompts), long))
     return [
         f"{len(long)} of {number} {which} prompts leave no room for {new} new tokens in {limit}, and will be rejected: "
-        + ", ".join(f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in long[:MOST_TOLD])
-        + (f" and {len(long) - MOST_TOLD} more" if len(long) > MOST_TOLD else "")
+        + ", ".join(f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in long[:MAX_LISTED])
+        + (f" and {len(long) - MAX_LISTED} more" if len(long) > MAX_LISTED else "")
         for which, new, number, long in limits
         if long
     ]

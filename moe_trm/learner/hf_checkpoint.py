@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models import fp8_blocks, mxfp4
-from moe_trm.models.hf_config import read_whole_config, reads_images, text_config
+from moe_trm.models.hf_config import read_full_config, reads_images, text_config
 from moe_trm.models.multimodal import PublishedPlace, is_vision, places
 from moe_trm.models.quantisation import SCALES, parts_of, quantisation_of
 from moe_trm.models.tensors import is_prediction
@@ -42,7 +42,7 @@ class HfCheckpoint:
         self.folder = Path(folder)
         self._file_of = self._index()
         self._handles: dict[str, Any] = {}
-        config = read_whole_config(folder) if (self.folder / "config.json").is_file() else {}
+        config = read_full_config(folder) if (self.folder / "config.json").is_file() else {}
         hf = text_config(config)
         self.quantisation = quantisation_of(hf, f"{self.folder}/config.json")
         self._parts = parts_of(self._file_of, self.quantisation)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models import fp8_blocks, mxfp4
-from moe_trm.models.hf_config import plain_config, read_whole_config, reads_images, without_prediction_layers
+from moe_trm.models.hf_config import plain_config, read_full_config, reads_images, without_prediction_layers
 from moe_trm.sync.rounding import DTYPES, Rounding
 
 
@@ -118,7 +118,7 @@ class ExportForm:
 
     def config(self) -> dict[str, Any]:
         """config.json of the export, from that of `source`."""
-        full_config = read_whole_config(self.source.folder)
+        full_config = read_full_config(self.source.folder)
         if not reads_images(full_config):
             return self._announced(full_config)
         return {**self._announced(full_config), "text_config": self._announced(full_config["text_config"])}

@@ -37,12 +37,12 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """`config.json` of the text model in a Hugging Face checkpoint folder, as plain data.
 
-    Raises `CheckpointError` as `read_whole_config`.
+    Raises `CheckpointError` as `read_full_config`.
     """
-    return text_config(read_whole_config(checkpoint))
+    return text_config(read_full_config(checkpoint))
 
 
-def read_whole_config(checkpoint: str | Path) -> dict[str, Any]:
+def read_full_config(checkpoint: str | Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face checkpoint folder as it is.
 
     Raises:

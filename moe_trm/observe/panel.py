@@ -59,7 +59,7 @@ class LivePanel(Sink):
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._ends: deque[float] = deque(maxlen=11)
         self._servers: Sequence[ServerState] = ()
-        self._told = 0.0
+        self._updated_s = 0.0
         self._error = ""
 
     def enter(self, phase: str) -> None:
@@ -70,7 +70,7 @@ class LivePanel(Sink):
 
     def servers(self, states: Sequence[ServerState]) -> None:
         self._live.start()
-        self._servers, self._told = states, time.monotonic()
+        self._servers, self._updated_s = states, time.monotonic()
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._live.start()
@@ -124,7 +124,7 @@ class LivePanel(Sink):
 
     def _lost_servers(self) -> list[Text]:
         """One line for each server that was out of service, or awaited, at the last look."""
-        since = time.monotonic() - self._told
+        since = time.monotonic() - self._updated_s
         lost = [(state, state.lost_s + since) for state in self._servers if state.lost_s is not None]
         num_serving = len(self._servers) - len(lost)
         return [

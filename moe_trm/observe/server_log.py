@@ -38,15 +38,15 @@ class ServerWaits:
     """Lines about servers that have not answered yet: when the wait begins, then now and again."""
 
     def __init__(self) -> None:
-        self._told_s: dict[str, float] = {}
+        self._reported_s: dict[str, float] = {}
 
     def of(self, states: Sequence[ServerState]) -> list[str]:
         """Lines that are due at this look."""
         lines = []
         for state in states:
-            waited_s, told_s = state.awaited_s, self._told_s.get(state.url)
-            if waited_s is not None and (told_s is None or waited_s - told_s > WAITS_S):
-                self._told_s[state.url] = waited_s
+            waited_s, reported_s = state.awaited_s, self._reported_s.get(state.url)
+            if waited_s is not None and (reported_s is None or waited_s - reported_s > WAITS_S):
+                self._reported_s[state.url] = waited_s
                 lines.append(waiting_for(state))
         return lines
 

@@ -66,7 +66,7 @@ class BundleWriter:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self._begun = False
+        self._has_header = False
 
     def write(self, step: int, records: Sequence[RolloutRecord], rejected: Mapping[int, str] | None = None) -> None:
         """Write one step: its accepted records with all their rows, and the reason by sample id of each rejected one.
@@ -74,10 +74,10 @@ class BundleWriter:
         The file appears whole or not at all.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._begun:
+        if not self._has_header:
             for later in (number for number in BundleReader(str(self._folder)).steps() if number > step):
                 _path(self._folder, later).unlink()
-            self._begun = True
+            self._has_header = True
         records = [row for record in records for row in record.rows]
         groups = _route_groups(records)
         arrays = _pack(records, groups)

@@ -267,7 +267,7 @@ class RolloutClient:
         """The answer to the last request; the servers are looked at meanwhile, and once more after it where one was
         lost. What stays without an answer for long is asked again: it may have been lost on its way.
         """
-        looks, number = self._watch is not None and op != "stop", self._number
+        watches, number = self._watch is not None and op != "stop", self._number
         reply: ControllerReply | None = None
         while reply is None or (self._look and not reply.error):
             answer = self._next()
@@ -275,14 +275,14 @@ class RolloutClient:
                 self._look, self._since = 0, time.monotonic()
                 if reply is None:
                     self._socket.send_multipart(self._asked)
-            if answer is None and looks and not self._look:
+            if answer is None and watches and not self._look:
                 self._look_at_servers()
             elif answer is not None and self._look and answer.number == self._look:
                 self._look = 0
                 self._tell(answer)
             elif answer is not None and answer.number in (number, 0) and reply is None:  # 0: it could not be read
                 reply = answer
-                if looks and self._lost:
+                if watches and self._lost:
                     self._look_at_servers()
         if reply.leaving:
             raise ControllerLeaving(f"the controller no longer answers '{op}'", got=reply.error, may_pass=True)

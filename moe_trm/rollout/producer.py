@@ -28,7 +28,7 @@ from moe_trm.types import Prompt, RolloutRecord
 
 log = logging.getLogger(__name__)
 
-NUM_TOLD = 3
+NUM_LOGGED = 3
 """Rejections of each reason that are logged in full; the rest are only counted."""
 
 
@@ -167,7 +167,7 @@ class Producer:
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))
-            if self._ledger.rejected[rejection.reason] <= NUM_TOLD:
+            if self._ledger.rejected[rejection.reason] <= NUM_LOGGED:
                 log.warning("rejected as %s: %s", rejection.reason, rejection)
             outcome = rejection.reason
         self._sampling -= 1

@@ -51,7 +51,7 @@ class ServerEngine:
         self._backend, self.traits = backend_of(rollout.engine), rollout.traits
         self._checkpoint = config.model.checkpoint
         self._model = ServedModel.from_checkpoint(Path(self._checkpoint))
-        self._wanted = RequestedFields(
+        self._requested = RequestedFields(
             routes=wants_routes(config),
             mask=config.keeps_masks,
             violation=config.sampling_mask.violation,
@@ -63,7 +63,7 @@ class ServerEngine:
         self._client = self._backend.client(
             Requirements(
                 self._model,
-                self._wanted,
+                self._requested,
                 rollout.temperature,
                 server.dtype,
                 config.sync.verify,
@@ -87,7 +87,7 @@ class ServerEngine:
                 for url in rollout.addresses
             ],
             self._load,
-            interrupt=self._wanted.partial,
+            interrupt=self._requested.partial,
             patience_s=rollout.recovery_timeout_s,
             router=self._router,
             rolling=config.pipeline.rolling_push,
@@ -120,7 +120,7 @@ class ServerEngine:
 
         Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none.
         """
-        keep_changed = self._wanted.missing == "native"
+        keep_changed = self._requested.missing == "native"
         params = _seeded(params, self._seeds.of_sample(sample_id))
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
@@ -151,7 +151,7 @@ class ServerEngine:
                 unknown = rejection.reason == "version_unknown" and self._push is not None
                 if unknown:
                     await self._fleet.fence_restarted()
-                elif not (rejection.reason == "aborted" and self._wanted.partial):  # before its first token
+                elif not (rejection.reason == "aborted" and self._requested.partial):  # before its first token
                     raise
                 refused = rejection
                 continue
@@ -176,8 +176,8 @@ class ServerEngine:
         self, token_ids: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
     ) -> Question:
         """One answer as this run asks for it; `start`, `bare`: see `RolloutEngine.turn`."""
-        wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
-        return Question(tuple(token_ids), params, wanted, start)
+        requested = replace(self._requested, routes=False, mask=False) if bare else self._requested
+        return Question(tuple(token_ids), params, requested, start)
 
     def expect(self, version: int) -> None:
         """See `RolloutEngine.expect`."""
@@ -189,7 +189,7 @@ class ServerEngine:
         Raises `SyncError`, `EngineError`.
         """
         self._check_provable(push.texts)
-        self._wanted = replace(self._wanted, run=self._run)  # from now on answers of other weights are not believed
+        self._requested = replace(self._requested, run=self._run)  # answers of other weights are refused from here
         verifying = asyncio.ensure_future(self._verified(push)) if self._verify else None
         if verifying is not None and not self._fleet.expects(push.version):
             await verifying  # the servers go on meanwhile
@@ -218,7 +218,7 @@ class ServerEngine:
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
         self._check_provable(shares[0].texts)
-        self._wanted = replace(self._wanted, run=self._run)
+        self._requested = replace(self._requested, run=self._run)
         self._shares = version, shares
         self._use.begin(shares[0].texts)
         await self._fleet.update(version)
@@ -235,7 +235,7 @@ class ServerEngine:
         answers with routes that an engine short of memory computed again, where routes are asked for.
         `weights/unpredicted`: 1 where pushes are proved by use alone. Also what `UseProof.metrics` says.
         """
-        retracted = {"rollout/retracted": float(self._retracted)} if self._wanted.routes else {}
+        retracted = {"rollout/retracted": float(self._retracted)} if self._requested.routes else {}
         unpredicted = {"weights/unpredicted": 1.0} if self._verify and not self._client.proves_tensors else {}
         return self._fleet.metrics() | self._use.metrics() | unpredicted | retracted
 
@@ -246,7 +246,7 @@ class ServerEngine:
     async def close(self) -> None:
         """Release connections and groups."""
         try:
-            if not any(server.lent for server in self._fleet.servers):
+            if not any(server.is_released for server in self._fleet.servers):
                 await self._client.close()
             await self._fleet.close()
         finally:
@@ -254,9 +254,9 @@ class ServerEngine:
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights, and prove them: by checksum, and by use where that is due."""
-        proof_due = self._use.due(new=server.version is None)
-        version = await self._give(server, keeps=not proof_due)
-        if proof_due:
+        needs_proof = self._use.due(new=server.version is None)
+        version = await self._give(server, keeps=not needs_proof)
+        if needs_proof:
             # A broadcast leaves no copy to give it again.
             again = (lambda: self._give(server, keeps=False)) if self._shares is None else None
             await self._use.prove(server.http, again)

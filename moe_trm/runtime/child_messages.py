@@ -15,7 +15,7 @@ import msgspec
 from moe_trm.errors import MoeTrmError
 from moe_trm.runtime.frames import frame
 
-_TOLD = ("what", "where", "got", "expected", "fix")
+_FIELDS = ("what", "where", "got", "expected", "fix")
 _LONGEST_TEXT = 2000
 
 
@@ -126,7 +126,9 @@ def problem(kind: str, what: str) -> Problem:
 def problem_of(error: MoeTrmError) -> Problem:
     """The parts of `error`, whose kind is the name of its type."""
     got, expected = (None if value is None else _sendable(str(value)) for value in (error.got, error.expected))
-    further = {name: value for name, value in vars(error).items() if name not in _TOLD and isinstance(value, str | int)}
+    further = {
+        name: value for name, value in vars(error).items() if name not in _FIELDS and isinstance(value, str | int)
+    }
     what, where, fix = map(_sendable, (error.what, error.where, error.fix))
     return Problem(type(error).__name__, what, where, got, expected, fix, further)
 

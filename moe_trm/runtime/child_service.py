@@ -131,14 +131,14 @@ class _Calls:
         try:
             value = await self._service.call(call.payload, partial(self._ask, call.number))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may raise anything)
-            self._send(Failed(call.number, self._told(error)))
+            self._send(Failed(call.number, self._problem_of(error)))
             return
         try:
             self._send(Done(call.number, value))
         except Exception as error:  # noqa: BLE001 (numbers of other libraries may raise anything)
             self._send(Failed(call.number, problem("type", f"{reprlib.repr(value)} ({error})")))
 
-    def _told(self, error: BaseException) -> Problem:
+    def _problem_of(self, error: BaseException) -> Problem:
         try:
             return self._service.problem(error)
         except Exception:  # noqa: BLE001 (an exception that cannot say what it is)

@@ -77,7 +77,7 @@ def holder_of(path: Path) -> Holder | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _told(file) or Holder("an unknown machine", 0, 0.0)
+        return _holder_of(file) or Holder("an unknown machine", 0, 0.0)
     except OSError:
         return None
     finally:
@@ -98,7 +98,7 @@ def _take(file: int, path: Path, work: str, patience_s: float, fix: str) -> None
             raise RunError(
                 f"another process {work}",
                 where=str(path.parent),
-                got=_told(file) or "a process that has not said who it is",
+                got=_holder_of(file) or "a process that has not said who it is",
                 expected="one at a time",
                 fix=f"Wait for it, or stop it{f', or {fix}' if fix else ''}.",
             ) from error
@@ -111,7 +111,7 @@ def _take(file: int, path: Path, work: str, patience_s: float, fix: str) -> None
             return
 
 
-def _told(file: int) -> Holder | None:
+def _holder_of(file: int) -> Holder | None:
     try:
         return msgspec.json.decode(os.pread(file, 4096, 0), type=Holder)
     except msgspec.DecodeError:

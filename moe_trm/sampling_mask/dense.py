@@ -88,7 +88,7 @@ def full_scores(
 
     These are the likeliest ids.
     """
-    request = _Wanted(temperature, chunk_tokens, vocabulary, entropy, sum_of_squares, top_k)
+    request = _Requested(temperature, chunk_tokens, vocabulary, entropy, sum_of_squares, top_k)
     logprobs, entropies, squares, top_ids, top_logprobs = _FullScores.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, target_N, request
     )
@@ -110,7 +110,7 @@ def log_normalizer(
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """`[N]` log sum_v exp(z_v / tau), without gradient."""
-    request = _Wanted(temperature, chunk_tokens, vocabulary, entropy=False, sum_of_squares=False, top_k=0)
+    request = _Requested(temperature, chunk_tokens, vocabulary, entropy=False, sum_of_squares=False, top_k=0)
     tiles = _Tiles(hidden_NH, vocabulary.real_rows(weight_VH), request)
     out = hidden_NH.new_empty(hidden_NH.shape[0], dtype=tiles.dtype)
     for chunk in tiles.chunks():
@@ -122,7 +122,7 @@ def log_normalizer(
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Requested:
     temperature: float
     chunk_tokens: int | None
     vocabulary: Vocabulary
@@ -134,7 +134,7 @@ class _Wanted:
 class _Tiles:
     """Tiles of tokens and ids, with their logits / tau in one buffer, which the caller may write to."""
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, request: _Wanted) -> None:
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, request: _Requested) -> None:
         self.dtype = compute_dtype(hidden_NH)
         self._hidden, self._weight, self._temperature = hidden_NH, weight_VH, request.temperature
         self._tokens = max(1, min(request.chunk_tokens or CHUNK_TOKENS, len(hidden_NH)))
@@ -171,14 +171,14 @@ class _Sums:
     It has the largest logit, and sums over ids of e = exp(z - largest), of e (z - largest) and of e^2.
     """
 
-    def __init__(self, request: _Wanted, num_tokens: int, like: Tensor) -> None:
-        self._wanted = request
+    def __init__(self, request: _Requested, num_tokens: int, like: Tensor) -> None:
+        self._requested = request
         self._top = like.new_full((num_tokens,), float("-inf"))
         self._sum, self._product, self._square = (like.new_zeros(num_tokens) for _ in range(3))
 
     def add(self, logits_CW: Tensor) -> None:
         """Take in a tile, which is overwritten."""
-        request, top_C = self._wanted, logits_CW.amax(dim=1).maximum(self._top)
+        request, top_C = self._requested, logits_CW.amax(dim=1).maximum(self._top)
         self._rescale(top_C)
         logits_CW.sub_(top_C[:, None])
         powers_CW = logits_CW.exp() if request.entropy else logits_CW.exp_()
@@ -191,7 +191,7 @@ class _Sums:
 
     def over_ranges(self) -> _Sums:
         """The sums over all ranges of the vocabulary."""
-        ranges = self._wanted.vocabulary
+        ranges = self._requested.vocabulary
         self._rescale(ranges.max(self._top.clone()))
         self._sum, self._product, self._square = (ranges.sum(x) for x in (self._sum, self._product, self._square))
         return self
@@ -225,7 +225,7 @@ def _targets_in(target_C: Tensor, ids: slice, vocabulary: Vocabulary) -> tuple[T
 class _FullScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, request: _Wanted
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, request: _Requested
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         n, ranges = hidden_NH.shape[0], request.vocabulary
         tiles = _Tiles(hidden_NH, ranges.real_rows(weight_VH), request)
@@ -249,7 +249,7 @@ class _FullScores(torch.autograd.Function):
         logprobs = ranges.sum(logprobs) - log_norm
         top_logprobs -= log_norm[:, None]
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, log_norm, entropies)
-        ctx.wanted = request
+        ctx.requested = request
         ctx.mark_non_differentiable(squares, top_ids, top_logprobs)
         return logprobs, entropies, squares, top_ids, top_logprobs
 
@@ -257,7 +257,7 @@ class _FullScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, target_N, log_norm, entropies = ctx.saved_tensors
-        request: _Wanted = ctx.wanted
+        request: _Requested = ctx.requested
         tiles = _Tiles(hidden_NH, request.vocabulary.real_rows(weight_VH), request)
         grad_hidden = torch.zeros_like(hidden_NH, dtype=tiles.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VH, dtype=tiles.dtype) if ctx.needs_input_grad[1] else None

@@ -36,9 +36,9 @@ class Reference:
         kl = config.kl
         horizon = kl.horizon if kl.controller == "adaptive" else math.inf
         self._config = config
-        self._wanted = kl.coef > 0 or "reference" in recipe(config).loss.loss.needs
+        self._requested = kl.coef > 0 or "reference" in recipe(config).loss.loss.needs
         self._controller = AdaptiveKL(kl.coef, kl.target, horizon)
-        if self._wanted and not kl.teacher:
+        if self._requested and not kl.teacher:
             learner.snapshot(NAME)
 
     @property
@@ -56,7 +56,7 @@ class Reference:
 
     def add_logprobs(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
         """The minibatches of a step with the reference's log-probs, scored under its own routes or by the teacher."""
-        if not self._wanted:
+        if not self._requested:
             return list(anchored)
         flat = [batch for part in anchored for batch in part.batches]
         if not self._config.kl.teacher:
@@ -88,7 +88,7 @@ class Reference:
 
         `kl/coef` is the coefficient that it used.
         """
-        if not self._wanted:
+        if not self._requested:
             return {}
         used = self.coef
         self._controller = self._controller.next(measured["reference/k3_kl"], num_samples)

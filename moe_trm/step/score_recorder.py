@@ -32,7 +32,7 @@ class ScoreRecorder:
         self._folder = Path(config.record.bundle) if is_recorded and config.record.bundle else None
         self._rank, self._size = data_rank, data_size
         self._updates: list[tuple[Anchored, dict[int, Scores]]] = []
-        self._begun = False
+        self._has_header = False
         if self._folder and data_rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / CONFIG_FILE).write_text(json.dumps(config.dump(), indent=2) + "\n", encoding="utf-8")
@@ -60,9 +60,9 @@ class ScoreRecorder:
         updates, self._updates = self._updates, []
         if self._folder is None:
             return
-        if not self._begun:
+        if not self._has_header:
             self._remove_leftovers(step)
-            self._begun = True
+            self._has_header = True
         self._folder.mkdir(parents=True, exist_ok=True)
         scored = [_scored(part, seen) for part, seen in updates]
         write_scores(self._folder, step, scored, data_rank=self._rank, data_size=self._size)

@@ -37,15 +37,15 @@ class Sender:
     def __init__(self, group: str, address: str = "127.0.0.1", receivers: int = 2, timeout_s: float = 300.0) -> None:
         self._size, self._timeout = receivers + 1, timedelta(seconds=patient(timeout_s))
         # At this address only: by itself the store listens on all interfaces.
-        with listening(address) as door:
-            port = door.getsockname()[1]
+        with listening(address) as listener:
+            port = listener.getsockname()[1]
             self._store = TCPStore(
                 address,
                 port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=self._timeout,
-                master_listen_fd=door.detach(),
+                master_listen_fd=listener.detach(),
             )
         self.meeting = Meeting(group, address, self._store.port)
 

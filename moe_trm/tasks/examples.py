@@ -14,7 +14,7 @@ import msgspec
 from moe_trm.errors import ConfigError
 from moe_trm.tasks.rows import Row, read_rows
 
-MOST_TOLD = 20
+MAX_LISTED = 20
 """Bad rows that an error names."""
 QUESTION_FIELDS = ("prompt", "question")
 """Fields searched for the question when `task.prompt_field` is not set."""
@@ -74,8 +74,8 @@ def _together(source: str | Path, bad: Sequence[ConfigError], rows: int) -> Conf
     """One error of several rows: how many have which fault, and the first rows with their values."""
     faults = Counter(error.what for error in bad)
     lines = [f"{number} x {what}" for what, number in faults.most_common()]
-    lines += [f"{error.where.removeprefix(f'{source}, ')}: {error.got}" for error in bad[:MOST_TOLD]]
-    lines += [f"... and {len(bad) - MOST_TOLD} more"] if len(bad) > MOST_TOLD else []
+    lines += [f"{error.where.removeprefix(f'{source}, ')}: {error.got}" for error in bad[:MAX_LISTED]]
+    lines += [f"... and {len(bad) - MAX_LISTED} more"] if len(bad) > MAX_LISTED else []
     return ConfigError(
         f"{len(bad)} of {rows} rows of the prompt file cannot be used",
         where=str(source),

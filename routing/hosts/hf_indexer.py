@@ -75,7 +75,7 @@ class IndexerReplay:
                 recorded pass without; `shape`, packs or a part of the columns, in which positions are not replayed.
         """
         if not self._indexers or isinstance(source, Native):
-            return self._begun(IndexerPass())
+            return self._opened(IndexerPass())
         if columns.cuts or columns.rows.is_packed:
             raise RouteError(
                 "shape",
@@ -85,7 +85,7 @@ class IndexerReplay:
                 fix="Set batch.layout=padded; context and sequence parallelism are not there for these models.",
             )
         if isinstance(source, Record):
-            return self._begun(IndexerPass(records=True))
+            return self._opened(IndexerPass(records=True))
         rows, sequences = columns.rows, len(columns.rows.spans)
         if isinstance(source, ReplayRecords):
             at = source.at_sampling or (None,) * sequences
@@ -110,9 +110,9 @@ class IndexerReplay:
             )
         opened.lost_N = opened.lost_N.to(self._device)
         self._passes.append(opened)
-        return self._begun(opened)
+        return self._opened(opened)
 
-    def _begun(self, opened: IndexerPass) -> IndexerPass:
+    def _opened(self, opened: IndexerPass) -> IndexerPass:
         opened.proved = dict.fromkeys(self.source_of, 0)
         return opened
 

@@ -132,8 +132,8 @@ def case(kind: str, name: str, recomputed: bool) -> dict[str, Any]:
     got, proved = scored(model, own, ids, known, dist.group.WORLD)
     mine = own.cut(due)
     (-RANKS * got[mine].sum()).backward()  # FSDP takes the mean over ranks
-    wanted, found = whole_gradients(alone), whole_gradients(model)
-    gaps = {one: float((found[one] - whole).norm() / whole.norm()) for one, whole in wanted.items()}
+    requested, found = whole_gradients(alone), whole_gradients(model)
+    gaps = {one: float((found[one] - whole).norm() / whole.norm()) for one, whole in requested.items()}
     return {
         "case": [kind, name, recomputed],
         "mine": int(mine.sum()),

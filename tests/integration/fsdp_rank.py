@@ -85,11 +85,11 @@ def equal_to_one_process(family: str, name: str, recomputed: str) -> dict[str, A
     got = scored(model, replayer, family, name, dist.get_rank())
     (-got.sum()).backward()
     proved = replayer.report(dist.group.WORLD)
-    wanted, found = whole_gradients(alone), whole_gradients(model)
-    assert wanted.keys() == found.keys()
+    requested, found = whole_gradients(alone), whole_gradients(model)
+    assert requested.keys() == found.keys()
     gaps = {
         one: float((found[one] - gradient).norm() / gradient.norm().clamp_min(1e-12))
-        for one, gradient in wanted.items()
+        for one, gradient in requested.items()
         if gradient is not None
     }
     routers = [one for one in gaps if one.endswith(("gate.weight", "router.weight"))]

@@ -98,10 +98,10 @@ def test_float16_rounds_finer_than_bfloat16(finished: Finished) -> None:
 def relative_error(finished: Finished, run: str) -> float:
     """Of the first applied step, against float32's. What the model holds is rounded before and after it."""
     exact = EXACT_PIPELINE if "model=four" in run else EXACT
-    wanted, got = (
+    requested, got = (
         torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)]).double()
         for before, after in (
             (finished[one].exported(one, "before"), finished[one].exported(one, "applied")) for one in (exact, run)
         )
     )
-    return float((got - wanted).norm() / wanted.norm())
+    return float((got - requested).norm() / requested.norm())

@@ -247,8 +247,8 @@ def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
     after, expected = world.exported(run, "after"), one.exported(reference, "after")
     for name, value in expected.items():
         # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts.
-        moved, wanted = after[name] - before[name], value - source[name]
-        assert float((moved - wanted).norm() / wanted.norm()) < 2e-5, name
+        moved, requested = after[name] - before[name], value - source[name]
+        assert float((moved - requested).norm() / requested.norm()) < 2e-5, name
     norms = [float(found.saved(name, "facts")["grad_norm"]) for found, name in ((one, reference), (world, run))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 

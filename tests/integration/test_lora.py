@@ -158,8 +158,8 @@ def test_pushed_weights_are_base_and_factors(finished: Finished, num_ranks: int,
     source, after, factors = HfCheckpoint(run.start), run.ranks.exported(name, "after"), run.factors("stepped")
     for module in modules(run.start, name):
         a, b = (factors[factor_name(module, factor)].double() for factor in (A, B))
-        wanted = source.read(f"{module}.weight").double() + ALPHA / RANK * (b @ a)
-        torch.testing.assert_close(after[f"{module}.weight"].double(), wanted, rtol=1e-6, atol=1e-6)
+        requested = source.read(f"{module}.weight").double() + ALPHA / RANK * (b @ a)
+        torch.testing.assert_close(after[f"{module}.weight"].double(), requested, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), EVERY)
@@ -178,8 +178,8 @@ def test_both_learners_agree_on_other_families(finished: Finished, family: str) 
             torch.testing.assert_close(two.scores()[name], values, rtol=0, atol=2e-5 if kind != "moved" else 2e-4)
     begun = one.factors("begun")
     assert all(torch.equal(two.factors("begun")[name], values) for name, values in begun.items())
-    wanted = {name: values.double() for name, values in one.factors("stepped").items()}
-    assert relative(two.factors("stepped"), wanted, begun) < 2e-4
+    requested = {name: values.double() for name, values in one.factors("stepped").items()}
+    assert relative(two.factors("stepped"), requested, begun) < 2e-4
     assert two.facts()["first_norm"] == pytest.approx(one.facts()["first_norm"], rel=1e-4)
 
 

@@ -97,16 +97,16 @@ def test_the_published_form_has_the_base_bit_for_bit_and_merged_matrices_rounded
     adapted, read = modules(run.start, name), HfCheckpoint(run.ranks.folder / name / "published")
     assert given.keys() == written.keys()
     after, start = run.ranks.exported(name, "after"), load_file(plain(run.start) / "model.safetensors")
-    for tensor, wanted in merged(run).items():
-        torch.testing.assert_close(after[tensor], wanted, rtol=1e-6, atol=1e-6)
+    for tensor, requested in merged(run).items():
+        torch.testing.assert_close(after[tensor], requested, rtol=1e-6, atol=1e-6)
         if tensor.removesuffix(".weight") not in adapted:
             for part in read.parts(tensor):
                 assert given[part].dtype == written[part].dtype, part
                 assert torch.equal(given[part].view(torch.uint8), written[part].view(torch.uint8)), part
         elif len(read.parts(tensor)) == 1:
-            torch.testing.assert_close(written[tensor], low(tensor, wanted), rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(written[tensor], low(tensor, requested), rtol=2**-7, atol=1e-6)
         else:
             # 3 bits behind the point; and rounding takes no matrix further from what was trained than its start is.
-            off = float((read.read(tensor).float() - wanted).norm())
-            assert off <= 0.05 * float(wanted.norm()), tensor
-            assert off <= 1.01 * float((start[tensor] - wanted).norm()), tensor
+            off = float((read.read(tensor).float() - requested).norm())
+            assert off <= 0.05 * float(requested.norm()), tensor
+            assert off <= 1.01 * float((start[tensor] - requested).norm()), tensor

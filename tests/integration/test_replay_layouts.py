@@ -97,8 +97,8 @@ def forced_sets(_: Path) -> None:
                 assert record is not None
                 for r in range(LENGTHS[b]):
                     if r // shard == layout().sp_rank:
-                        wanted = sorted(record.experts[r, LAYERS.index(layer)].tolist())
-                        assert routing_map[(r % shard) * B + b].nonzero().flatten().tolist() == wanted
+                        requested = sorted(record.experts[r, LAYERS.index(layer)].tolist())
+                        assert routing_map[(r % shard) * B + b].nonzero().flatten().tolist() == requested
     report = replayer.report(dist.group.WORLD)
     assert report.replayed == report.matched == 2 * NUM_MICRO_BATCHES * sum(LENGTHS) * len(LAYERS)
     assert set(report.local_flips_by_layer) == set(LAYERS)

@@ -27,7 +27,7 @@ from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.lora.base import Identity, base_checksum
-from moe_trm.learner.lora.wanted import wanted_adapters
+from moe_trm.learner.lora.requested import requested_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
@@ -53,7 +53,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    adapter_settings = wanted_adapters(config.learner, config.seed, hf, checkpoint)
+    adapter_settings = requested_adapters(config.learner, config.seed, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if adapter_settings is None else adapter_settings.factor_names)
     device, packed = _start_process_group(), config.batch.layout == "packed"
     partitioned = config.learner.deepspeed.zero_stage == 3

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe_trm.errors import ConfigError
 from moe_trm.learner.deepspeed.weights import matrices_of
 from moe_trm.learner.lora.adapter import A, Adapter, AdapterStart, B, Factors, factor_name, merge_in_passes
-from moe_trm.learner.lora.wanted import WantedAdapters
+from moe_trm.learner.lora.requested import WantedAdapters
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.layer_noise import LayerNoise
 from moe_trm.learner.lora.base import Identity, base_checksum
-from moe_trm.learner.lora.wanted import wanted_adapters
+from moe_trm.learner.lora.requested import requested_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, exact, fp8, layout
 from moe_trm.learner.megatron.export import OwnedTensors
@@ -54,7 +54,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    adapter_settings = wanted_adapters(config.learner, config.seed, hf, checkpoint)
+    adapter_settings = requested_adapters(config.learner, config.seed, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if adapter_settings is None else adapter_settings.factor_names)
     layers, packed = layers_here(config.learner, hf), config.batch.layout == "packed"
     if packed:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_trm.errors import ConfigError
 from moe_trm.learner.lora.adapter import A, Adapter, B, Factors, factor_name, merge_in_passes
-from moe_trm.learner.lora.wanted import WantedAdapters
+from moe_trm.learner.lora.requested import WantedAdapters
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import global_parameters, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel

@@ -75,7 +75,7 @@ class Master:
     values: Tensor
     start: int
     optimizer: torch.optim.Optimizer
-    speaks: bool
+    is_writer: bool
     listed: Tensor
 
     def set_moments(self, moments: dict[str, Tensor], steps: int) -> None:
@@ -111,7 +111,7 @@ class MegatronState:
         pieces = [whole(f"{_random(dist.get_rank())}/{name}", state) for name, state in _random_states().items()]
         for share, parameter in self._trained():
             master = masters.get(parameter)
-            if master is None or not master.speaks:
+            if master is None or not master.is_writer:
                 continue
             state = master.optimizer.state.get(master.values, {})
             pieces.append(share.piece("weight", master.values, master.start))
@@ -211,7 +211,7 @@ def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
             start = part._get_model_param_range_map(parameter)["param"].start
             listed = part.optimizer.param_groups[group]["params"][place]
             values, optimizer = on_host.get(listed, (listed, part.optimizer))
-            yield parameter, Master(values, start, optimizer, speaks=True, listed=listed)
+            yield parameter, Master(values, start, optimizer, is_writer=True, listed=listed)
         return
     pairs = [(values, values) for group in part.param_groups for values in group["params"]]
     if isinstance(part, Float16OptimizerWithFloat16Params):
@@ -219,7 +219,7 @@ def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
         mains = (*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups)
         pairs = [pair for model, main in zip(models, mains, strict=True) for pair in zip(model, main, strict=True)]
     for parameter, values in pairs:
-        yield parameter, Master(values, 0, part.optimizer, speaks=_replica(parameter) == 0, listed=values)
+        yield parameter, Master(values, 0, part.optimizer, is_writer=_replica(parameter) == 0, listed=values)
 
 
 def _on_host(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[Tensor, torch.optim.Optimizer]]:

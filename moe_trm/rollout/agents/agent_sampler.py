@@ -36,7 +36,7 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 log = logging.getLogger(__name__)
 
 ADAPTER = "moe_trm.rollout.agents.agent:adapt"
-NUM_TOLD = 3
+NUM_LOGGED = 3
 """Rejected rows of each reason that are logged in full; the rest are only counted."""
 
 
@@ -201,7 +201,7 @@ class AgentSampler:
     def _count_rows(self, rows: SessionRows) -> None:
         self._totals.update(rows.counts)
         for rejection in rows.rejections:
-            if self._totals[f"rejected_rows/{rejection.reason}"] <= NUM_TOLD:
+            if self._totals[f"rejected_rows/{rejection.reason}"] <= NUM_LOGGED:
                 log.warning("a row of sample %d rejected as %s: %s", rows.sample.sample_id, rejection.reason, rejection)
 
 

@@ -75,7 +75,7 @@ class LiveSession:
         self.counts: Counter[str] = Counter()
         self.kept: dict[str, tuple[Message, ...]] = {}
         """Conversations up to an answer, by the name of the answer."""
-        self._begun = self._calls = 0
+        self._num_started = self._calls = 0
         self.ended = False
         """A further answer was asked for and did not fit."""
 
@@ -153,7 +153,7 @@ class LiveSession:
     async def _sampled(self, context: Context, options: RequestOptions, tools: Tools | None) -> Node:
         params = self._params_for(context, options)
         tree = self.tree
-        self._begun += 1
+        self._num_started += 1
         try:
             turn = await self._in_flight(
                 self._policy.engine.turn(context.token_ids, params, start=context.known_rows, bare=self._bare)
@@ -161,7 +161,7 @@ class LiveSession:
             answer = await self._in_flight(beside(lambda: self._read(turn, params, tools)))
         except asyncio.CancelledError:
             # A client that hung up gets its turn back; it never saw an answer.
-            self._begun -= tree is self.tree
+            self._num_started -= tree is self.tree
             raise
         except Exception as error:
             self.fail(error)
@@ -187,7 +187,7 @@ class LiveSession:
             self.ended = True
             text = f"this conversation has {used} tokens, and rollout.max_tokens allows {limits.tokens}"
             raise ApiError(400, text, param="messages", code="context_length_exceeded")
-        if self._begun >= limits.turns:
+        if self._num_started >= limits.turns:
             self.ended = True
             raise ApiError(400, f"rollout.max_turns allows {limits.turns} answers", code="turn_limit")
         stops = one_token_stops(options.stop, self._policy.tokens.encode_plain)

@@ -26,18 +26,18 @@ from moe_trm.rollout.agents.live_session import LiveSession, beside
 from moe_trm.rollout.agents.parameters import MODEL
 from moe_trm.rollout.agents.request import ChatRequest, Request
 
-MOST_TOLD = 100
+MAX_LOGGED = 100
 """Failed and malformed requests that are logged: a stranger must not fill the disk."""
 
 
 class _Few(logging.Filter):
-    """Lets the first `MOST_TOLD` messages through."""
+    """Lets the first `MAX_LOGGED` messages through."""
 
-    told = 0
+    num_logged = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        self.told += 1
-        return self.told <= MOST_TOLD
+        self.num_logged += 1
+        return self.num_logged <= MAX_LOGGED
 
 
 log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class AgentServer:
         facts = SessionFacts(session.params, session.reads_calls, session.kept)
         query = await beside(lambda: dialect.read(body, facts))
         for name in query.options.ignored:
-            if name not in self._ignored and len(self._ignored) < MOST_TOLD:
+            if name not in self._ignored and len(self._ignored) < MAX_LOGGED:
                 self._ignored.add(name)
                 log.warning("agents send %s over /v1/%s, which has no effect here", name, dialect.path)
         return query

@@ -31,31 +31,31 @@ class Arrival:
 
     def __init__(self, url: str, limit_s: float) -> None:
         self._url, self._limit_s = url, limit_s
-        self._begun: float | None = None
+        self._waits_since: float | None = None
 
     @property
     def state(self) -> ServerState:
         """Figures of a wait that is on; those of a server in service before it and after."""
-        if self._begun is None:
+        if self._waits_since is None:
             return ServerState(self._url)
-        return ServerState(self._url, awaited_s=time.monotonic() - self._begun, limit_s=self._limit_s)
+        return ServerState(self._url, awaited_s=time.monotonic() - self._waits_since, limit_s=self._limit_s)
 
     async def of(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The first answer to `ask`. Raises `EngineLost` after `limit_s`, and at once what else `ask` raises."""
-        begun = reported = time.monotonic()
+        wait_began = reported = time.monotonic()
         while True:
             try:
                 answer = await ask()
             except EngineLost as error:
-                waited_s = time.monotonic() - begun
+                waited_s = time.monotonic() - wait_began
                 if waited_s > self._limit_s:
                     raise self._too_late(error) from error
-                if self._begun is None or time.monotonic() - reported > REPORT_S:
+                if self._waits_since is None or time.monotonic() - reported > REPORT_S:
                     reported = time.monotonic()
                     log.warning("waiting for %s: %.0f s of at most %.0f s", self._url, waited_s, self._limit_s)
-                self._begun = begun
+                self._waits_since = wait_began
             else:
-                self._begun = None
+                self._waits_since = None
                 return answer
             await asyncio.sleep(POLL_S)
 

@@ -22,7 +22,7 @@ from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import ConfigError, SyncError
 from moe_trm.methods.load import load_function
-from moe_trm.models.hf_config import read_whole_config
+from moe_trm.models.hf_config import read_full_config
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.model_rules import check_served
 from moe_trm.rollout.servers.question import AnswerFormat, RequestedFields
@@ -89,7 +89,7 @@ class Requirements:
     """
 
     model: ServedModel
-    wanted: RequestedFields
+    requested: RequestedFields
     temperature: float
     dtype: str
     verify: bool
@@ -136,8 +136,8 @@ class ServerBackend(AnswerFormat):
         """
         checkpoint, rollout = served.model.checkpoint, served.rollout
         cuda = server_device(rollout.server, cuda=torch.cuda.is_available())[0] == "cuda"
-        whole, where = read_whole_config(checkpoint), f"{checkpoint}/config.json"
-        check_served(whole, where, rollout, masks=served.masks, exact=served.exact, cuda=cuda)
+        full_config, where = read_full_config(checkpoint), f"{checkpoint}/config.json"
+        check_served(full_config, where, rollout, masks=served.masks, exact=served.exact, cuda=cuda)
 
     def remark(self, checkpoint: Path) -> str:
         """A difference of the served model from the checkpoint's that a run can bear; empty: none is known.

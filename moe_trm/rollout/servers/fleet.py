@@ -40,7 +40,7 @@ WATCH_S = 2.0
 """Pause between two looks at the servers, and longest between two at one that is lost."""
 SILENCE_S = 5.0
 """A server with samples in flight that answered none for so long is asked whether it is there."""
-DOOR_S = 10.0
+PROBE_TIMEOUT_S = 10.0
 """Longest time in which a server that is there says so; one that does not, twice in turn, is out of service."""
 HEALTH_S = 30.0
 """Longest time in which a working engine makes a token for a health check; SGLang itself gives up after 20 s."""
@@ -197,10 +197,10 @@ class Fleet:
     async def fence_restarted(self) -> None:
         """Fence servers that were restarted while idle: their label differs. Raises `SyncError` if another run's."""
         for server in self.servers:
-            if server.fenced or server.updating or server.lent:
+            if server.fenced or server.updating or server.is_released:
                 continue
             try:
-                same = await server.serves_proved(patient(DOOR_S))
+                same = await server.serves_proved(patient(PROBE_TIMEOUT_S))
             except EngineLost:
                 same = False
             if not same:
@@ -253,7 +253,7 @@ class Fleet:
 
     def _may_sample(self, server: RemoteServer) -> bool:
         """True for a server that has the newest weights, waits its turn for them, or keeps samples until then."""
-        if server.fenced or server.lent:
+        if server.fenced or server.is_released:
             return False
         current = server.version == self._version or server in self._waiting
         return server.keeping or (current and not server.updating)
@@ -302,14 +302,14 @@ class Fleet:
         # Others wait for a server that is given weights; behind a router the answers of one hide the silence of
         # another.
         hidden = server.updating or (self._router is not None and server.in_flight)
-        door_s = patient(DOOR_S)
-        unasked = server.fenced or server.lent or not (hidden or server.silent_s > patient(SILENCE_S))
-        if unasked or await server.alive(door_s):
+        timeout_s = patient(PROBE_TIMEOUT_S)
+        unasked = server.fenced or server.is_released or not (hidden or server.silent_s > patient(SILENCE_S))
+        if unasked or await server.alive(timeout_s):
             self._suspects.discard(server)
         elif server not in self._suspects:
             self._suspects.add(server)
         else:
-            why = f"nothing in {door_s:g} s, twice"
+            why = f"nothing in {timeout_s:g} s, twice"
             self._fence(server, EngineLost("the rollout server is silent", where=server.http.url, got=why))
 
     def _leave_out(self, server: RemoteServer, why: ServerUnfit) -> None:
@@ -341,7 +341,7 @@ class Fleet:
         while True:
             newest = self._version
             try:
-                if server.lent:  # it comes back when there is room
+                if server.is_released:  # it comes back when there is room
                     deadline = clock() + self._patience_s
                 elif await server.generates(patient(HEALTH_S)):
                     await self._prove(server)
@@ -379,7 +379,7 @@ class Fleet:
     async def _prove(self, server: RemoteServer) -> None:
         """Load the weights again, unless the label of the last proved version shows that the server never restarted."""
         while self._version is not None:
-            if server.version == self._version and await server.serves_proved(patient(DOOR_S)):
+            if server.version == self._version and await server.serves_proved(patient(PROBE_TIMEOUT_S)):
                 return
             server.version = None
             await self._load(server)

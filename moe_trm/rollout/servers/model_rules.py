@@ -14,7 +14,7 @@ from moe_trm.methods.load import load_function
 
 
 def check_served(
-    whole: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
+    full_config: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
 ) -> None:
     """Refuse a model that the engine of `rollout` cannot serve, by the rules that its traits name.
 
@@ -31,4 +31,4 @@ def check_served(
     """
     if rollout.traits.has_servers and rollout.traits.model_rules:
         check = load_function(rollout.traits.model_rules, key=KEY)
-        check(whole, where, rollout, masks=masks, exact=exact, cuda=cuda)
+        check(full_config, where, rollout, masks=masks, exact=exact, cuda=cuda)

@@ -35,7 +35,7 @@ class Question:
 
     context: tuple[int, ...]
     params: SamplingParams
-    wanted: RequestedFields
+    requested: RequestedFields
     start: int = 0
 
 

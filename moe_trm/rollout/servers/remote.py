@@ -103,7 +103,7 @@ class RemoteServer:
         self.end_loan()
 
     @property
-    def lent(self) -> bool:
+    def is_released(self) -> bool:
         """True while its memory is the learner's. Nobody asks it anything then, and it is not started again."""
         return self._loan.held
 

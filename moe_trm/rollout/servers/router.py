@@ -39,7 +39,7 @@ class Router:
     def __init__(self, http: EngineHttp, api_key: str | None) -> None:
         self.endpoint = Endpoint(http)
         self._http, self._api_key = http, api_key
-        self._told: frozenset[str] | None = None
+        self._reported_urls: frozenset[str] | None = None
         self._lost_at: float | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -54,7 +54,7 @@ class Router:
 
     def forget(self) -> None:
         """Look again before the next sample: the router may have been started again, or told otherwise."""
-        self._told = None
+        self._reported_urls = None
 
     async def give_up_if_stuck(self) -> None:
         """Samples that a router holds which does not even say whom it knows are given up, to be asked for again."""
@@ -71,11 +71,11 @@ class Router:
         Raises `EngineLost` when the router does not answer or does not obey.
         """
         async with self._one_at_a_time:
-            if urls == self._told:
+            if urls == self._reported_urls:
                 return
             self._lost_at = _now() if self._lost_at is None else self._lost_at
             await self._tell(urls, every)
-            self._told, self._lost_at = urls, None
+            self._reported_urls, self._lost_at = urls, None
 
     async def _tell(self, urls: frozenset[str], every: bool) -> None:
         deadline = _now() + patient(ORDER_S)

@@ -16,4 +16,4 @@ class SglangAnswers(AnswerFormat):
 
     def parse(self, body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
         """See `parse_turn`."""
-        return parse_turn(body, question.context, model, question.wanted, start=question.start)
+        return parse_turn(body, question.context, model, question.requested, start=question.start)

@@ -31,7 +31,7 @@ class ServerCheck:
     """Requirements on every server of a run."""
 
     def __init__(self, requirements: Requirements) -> None:
-        self._model, self._wanted = requirements.model, requirements.wanted
+        self._model, self._requested = requirements.model, requirements.requested
         self._temperature, self._dtype, self._verify = (
             requirements.temperature,
             requirements.dtype,
@@ -51,7 +51,7 @@ class ServerCheck:
         if self._model.architecture not in architectures:
             raise _mismatch(http, "architecture", architectures, self._model.architecture)
         server = await http.get("/server_info")
-        if self._wanted.routes and not server.get("enable_return_routed_experts"):
+        if self._requested.routes and not server.get("enable_return_routed_experts"):
             raise EngineError(
                 "the rollout server does not record routes",
                 where=http.url,
@@ -59,7 +59,7 @@ class ServerCheck:
                 expected="on",
                 fix="Start it with --enable-return-routed-experts, as launch.rollout does.",
             )
-        if self._wanted.routes:
+        if self._requested.routes:
             _check_routes(http, server)
         if server.get("dtype") not in (self._dtype, "auto"):
             raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
@@ -114,15 +114,15 @@ class ServerCheck:
         Raises `EngineError`.
         """
         params = SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1)
-        request = generate_request(Question((0, 0), params, self._wanted, start=1))
+        request = generate_request(Question((0, 0), params, self._requested, start=1))
         body = await router.request("POST", "/generate", request)
         try:
             meta = decode_answer(body).meta_info
         except RecordRejected as rejection:
             raise _dropped(router, f"an answer of another kind: {rejection.got}") from rejection
         got = {
-            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row(meta),
-            "sampling masks": self._wanted.mask and not meta.output_token_sampling_logprobs,
+            "routes": self._requested.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row(meta),
+            "sampling masks": self._requested.mask and not meta.output_token_sampling_logprobs,
         }
         if lost := [name for name, missing in got.items() if missing]:
             raise _dropped(router, f"an answer without {' and '.join(lost)}")
@@ -133,7 +133,7 @@ class ServerCheck:
         return (size * self._model.num_layers * self._model.top_k + 2) // 3 * 4
 
     def _request(self, token_ids: tuple[int, ...], params: SamplingParams) -> dict[str, object]:
-        return generate_request(Question(token_ids, params, self._wanted))
+        return generate_request(Question(token_ids, params, self._requested))
 
     async def _probe_model(self, http: EngineHttp) -> None:
         """Sample one token: its routes show layers and experts per token.
@@ -147,7 +147,7 @@ class ServerCheck:
             raise _mismatch(http, "vocabulary size", "another size", vocab_size)
         body = await http.request("POST", "/generate", request)
         try:
-            parse_answer(body, probe, self._model, self._wanted, sample_id=0, group_id=0)
+            parse_answer(body, probe, self._model, self._requested, sample_id=0, group_id=0)
         except RecordRejected as rejection:
             # Before the first push the server's weights carry no version number.
             if rejection.reason != "version_unknown":
@@ -232,7 +232,7 @@ def _mismatch(http: EngineHttp, what: str, got: object, expected: object) -> Eng
 
 
 def parse_answer(
-    body: bytes, prompt: Prompt, model: ServedModel, wanted: RequestedFields, *, sample_id: int, group_id: int
+    body: bytes, prompt: Prompt, model: ServedModel, requested: RequestedFields, *, sample_id: int, group_id: int
 ) -> RolloutRecord:
     """The record of a sample of one answer.
 
@@ -240,5 +240,5 @@ def parse_answer(
     """
     conversation = Conversation(prompt)
     with naming(f"sample {sample_id}"):
-        conversation.add(parse_turn(body, prompt.token_ids, model, wanted))
-        return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=wanted.missing == "native")
+        conversation.add(parse_turn(body, prompt.token_ids, model, requested))
+        return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=requested.missing == "native")

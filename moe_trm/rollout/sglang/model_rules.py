@@ -20,10 +20,10 @@ from moe_trm.rollout.sglang.start_folder import check_quantised
 
 
 def check_model(
-    whole: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
+    full_config: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
 ) -> None:
     """See `check_served`, `check_quantised` of `start_folder`, and each `check_*` of `served_differences`."""
-    hf, server = text_config(whole), rollout.server
+    hf, server = text_config(full_config), rollout.server
     repeats = server.deterministic or exact
 
     def kernels() -> None:

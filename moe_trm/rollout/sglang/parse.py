@@ -82,7 +82,7 @@ def parse_turn(
     body: bytes | memoryview,
     context: Sequence[int],
     model: ServedModel,
-    wanted: RequestedFields,
+    requested: RequestedFields,
     *,
     start: int = 0,
 ) -> SampledTurn:
@@ -92,20 +92,20 @@ def parse_turn(
     module's docstring.
     """
     answer = decode_answer(body)
-    finish_reason = _finish_reason(answer, partial=wanted.partial)
+    finish_reason = _finish_reason(answer, partial=requested.partial)
     output_S = _output_ids(answer, len(context), model)
     full_S = _full_logprobs(answer)
     mask, rollout_S = None, full_S
-    if wanted.mask:
-        mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, wanted.violation)
-    spans = _version_spans(answer.meta_info, len(output_S), wanted.run)
-    recomputed, retracted = _recomputed_routes(answer.meta_info, spans, asked=wanted.routes)
+    if requested.mask:
+        mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, requested.violation)
+    spans = _version_spans(answer.meta_info, len(output_S), requested.run)
+    recomputed, retracted = _recomputed_routes(answer.meta_info, spans, asked=requested.routes)
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=full_S,
         versions=_versions(spans),
-        routes=_routes(answer, context, model, start) if wanted.routes else None,
+        routes=_routes(answer, context, model, start) if requested.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
         recomputed=recomputed,

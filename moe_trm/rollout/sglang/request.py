@@ -12,7 +12,7 @@ def generate_request(question: Question) -> dict[str, object]:
 
     The server refuses masks together with `n > 1`, hence one request each.
     """
-    params, fields = question.params, question.wanted
+    params, fields = question.params, question.requested
     sampling: dict[str, object] = {
         "temperature": params.temperature,
         "top_p": params.top_p,

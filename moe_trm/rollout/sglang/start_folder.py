@@ -21,7 +21,7 @@ from pathlib import Path
 from moe_trm.config.schema import RolloutConfig
 from moe_trm.errors import ConfigError
 from moe_trm.models.family import HfConfig
-from moe_trm.models.hf_config import has_sections, library_config, read_hf_config, read_whole_config, reads_images
+from moe_trm.models.hf_config import has_sections, library_config, read_full_config, read_hf_config, reads_images
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.models.registry import find_family
 
@@ -59,7 +59,7 @@ def folder_to_serve(checkpoint: Path, beside: Path, dtype: str) -> Path:
     more than the weights, and where the text is a part of the model.
     """
     hf = read_hf_config(checkpoint)
-    is_text = not reads_images(read_whole_config(checkpoint))
+    is_text = not reads_images(read_full_config(checkpoint))
     family = find_family(hf)
     held = hf.get("dtype") or hf.get("torch_dtype")
     has_states = family is not None and "gated delta" in family.attention_kinds(hf)

@@ -47,7 +47,7 @@ class VllmClient(ServerClient):
                 expected=f"an answer to {WEIGHTS}",
                 fix="docs/engines.md has its command line.",
             ) from error
-        model, fields = self._needs.model, self._needs.wanted
+        model, fields = self._needs.model, self._needs.requested
         if fields.routes and Version(served.get("release", "0")) < ROUTES_SINCE:
             raise EngineError(
                 "the routes of this release of vLLM are not those of the forwards that sampled, in some settings",
@@ -73,7 +73,7 @@ class VllmClient(ServerClient):
     async def _probe(self, http: EngineHttp) -> None:
         """Sample one token of two kept ids: their probabilities add up to one, if they are those that were sampled."""
         params = SamplingParams(temperature=self._needs.temperature, top_k=PROBED_IDS, max_new_tokens=1)
-        question = Question(PROBED, params, RequestedFields(routes=self._needs.wanted.routes, mask=True))
+        question = Question(PROBED, params, RequestedFields(routes=self._needs.requested.routes, mask=True))
         answer = await http.request("POST", "/inference/v1/generate", generate_request(question))
         try:
             parse_turn(answer, question, self._needs.model)

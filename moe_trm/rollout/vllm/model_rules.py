@@ -14,16 +14,16 @@ from moe_trm.rollout.vllm.request import LISTED_IDS
 
 
 def check_model(
-    whole: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
+    full_config: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
 ) -> None:
     """See `check_served`. Also a cache smaller than the longest sequence."""
-    hf = text_config(whole)
+    hf = text_config(full_config)
     check_indexer(hf, where)
-    if reads_images(whole):
+    if reads_images(full_config):
         raise CheckpointError(
             "vLLM is started on a whole checkpoint here, and pushes have the names of its text alone",
             where=where,
-            got=whole["architectures"][0],
+            got=full_config["architectures"][0],
             expected=hf["architectures"][0],
             fix="Train it with rollout.engine=sglang, which is started on the text.",
         )

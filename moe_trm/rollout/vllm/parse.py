@@ -91,7 +91,7 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
     Log-probs are those of the distribution that was sampled from: `--logprobs-mode processed_logprobs`. Where it is
     truncated, the probability of the kept ids in the vocabulary is not told, and `full_logprobs` is NaN.
     """
-    answer, fields = _decoded(body), question.wanted
+    answer, fields = _decoded(body), question.requested
     [choice] = answer.choices
     finish_reason = _finish_reason(choice, partial=fields.partial)
     if answer.usage.prompt_tokens != len(question.context):

@@ -14,7 +14,7 @@ def generate_request(question: Question) -> dict[str, object]:
     A set of kept ids has at most top-k of them, so with masks the likeliest top-k ids are asked for. Where these are
     more than `LISTED_IDS`, `sampling_mask` alone can say which were kept.
     """
-    params, fields = question.params, question.wanted
+    params, fields = question.params, question.requested
     sampling: dict[str, object] = {
         "temperature": params.temperature,
         "top_p": params.top_p,

@@ -19,7 +19,7 @@ from moe_trm.runtime.child_service import CALL, Asker, serve
 from moe_trm.runtime.functions.current_call import CurrentCall
 from moe_trm.runtime.functions.hosted import FunctionSettings, FunctionTraits, Hosted
 
-_NUM_TOLD = 3
+_NUM_LOGGED = 3
 """Tracebacks written to standard error; after that the function is known to fail."""
 
 
@@ -34,7 +34,7 @@ class FunctionService:
     """
 
     def __init__(self, settings: FunctionSettings, current: CurrentCall) -> None:
-        self._settings, self._current, self._num_told = settings, current, 0
+        self._settings, self._current, self._num_logged = settings, current, 0
         adapt = load_function(settings.adapter, key=settings.key)
         self._function = load_function(settings.function, key=settings.key)
         self._hosted: Hosted = adapt(self._function, settings)
@@ -59,8 +59,8 @@ class FunctionService:
         """See `Service.problem`."""
         if isinstance(error, _Late):
             return problem("timeout", f"nothing within {self._settings.limit_s:g} s")
-        if self._num_told < _NUM_TOLD:
-            self._num_told += 1
+        if self._num_logged < _NUM_LOGGED:
+            self._num_logged += 1
             traceback.print_exception(error)
         return problem("error", f"{type(error).__name__}: {error} ({place_in(error, self._function)})")
 

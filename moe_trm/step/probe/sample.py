@@ -115,7 +115,7 @@ class ProbeChoice:
         ids_N, tokens_N = learner.gather(local_rows.flatten()).cpu().view(-1, 2).numpy().T
         order = ids_N.argsort(kind="stable")
         ids_N, tokens_N = ids_N[order], tokens_N[order]
-        number = wanted_rows(tokens_N, self._config.probe.tokens)
+        number = rows_needed(tokens_N, self._config.probe.tokens)
         if number == len(ids_N):
             return _last(anchored, len(anchored))
         places = draw(tokens_N, number, (self._config.seed, step, STREAM))
@@ -158,15 +158,15 @@ def _last(anchored: Sequence[Anchored], number: int) -> ProbeRows:
     )
 
 
-def wanted_rows(tokens_N: np.ndarray, wanted_tokens: int) -> int:
-    """Rows whose expected number of scored tokens is at least `wanted_tokens`, and `LEAST_ROWS`; N of them at most.
+def rows_needed(tokens_N: np.ndarray, tokens_needed: int) -> int:
+    """Rows whose expected number of scored tokens is at least `tokens_needed`, and `LEAST_ROWS`; N of them at most.
 
     0 tokens: all rows.
     """
     total = int(tokens_N.sum())
-    if not wanted_tokens or not total:
+    if not tokens_needed or not total:
         return len(tokens_N)
-    return min(len(tokens_N), max(LEAST_ROWS, math.ceil(wanted_tokens * len(tokens_N) / total)))
+    return min(len(tokens_N), max(LEAST_ROWS, math.ceil(tokens_needed * len(tokens_N) / total)))
 
 
 def draw(tokens_N: np.ndarray, number: int, seed: Sequence[int]) -> np.ndarray:

@@ -136,7 +136,7 @@ async def _evaluate(
                 name_of_mean, rewards = evaluator.greedy_rewards(answers)
                 if (interval := _interval(rewards)) is not None:
                     intervals[f"{prefix}{name_of_mean}"] = interval
-                answers_by_set[name] = _told(task, answers)
+                answers_by_set[name] = _answer_rows(task, answers)
         finally:
             await sampler.close()
     finally:
@@ -153,10 +153,10 @@ def _interval(rewards: Sequence[float]) -> tuple[float, float] | None:
     return mean - reach, mean + reach
 
 
-def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
+def _answer_rows(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
     """Questions and answers, prompt by prompt."""
 
-    def told(answer: Answer, number: int) -> dict[str, Any]:
+    def answer_row(answer: Answer, number: int) -> dict[str, Any]:
         if isinstance(answer, str):
             return {"rejected": answer}
         text = reward_input(task, answers.prompts[number], answer).completion
@@ -167,8 +167,8 @@ def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
             "prompt_id": prompt.prompt_id,
             "prompt": prompt.text,
             "answer": prompt.answer,
-            "greedy": told(answers.greedy[number], number),
-            "sampled": [told(sample_answers[number], number) for sample_answers in answers.samples],
+            "greedy": answer_row(answers.greedy[number], number),
+            "sampled": [answer_row(sample_answers[number], number) for sample_answers in answers.samples],
         }
         for number, prompt in enumerate(answers.prompts)
     ]

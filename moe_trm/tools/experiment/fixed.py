@@ -25,14 +25,14 @@ class Fixed:
 
     After the first run two things may change, and both are kept with their date:
 
-    - an arm of which no run has `begun`, such as a threshold that was calibrated meanwhile;
+    - an arm of which no run has `started`, such as a threshold that was calibrated meanwhile;
     - settings that a newer version of this package added, where every arm has them at their default.
 
     Raises `ConfigError` where anything else of `settings` (`Plan.settings`) has changed, or the file is of another
     format, `RunError` where it is damaged.
     """
 
-    def __init__(self, settings: Mapping[str, Any], saved: bytes | None, begun: Collection[str], where: Path) -> None:
+    def __init__(self, settings: Mapping[str, Any], saved: bytes | None, started: Collection[str], where: Path) -> None:
         self._now: Flat = json.loads(json.dumps(settings))
         self.changes: list[Flat] = []
         if saved is None:
@@ -47,7 +47,9 @@ class Fixed:
             key
             for key in changed
             if key not in places
-            or (places[key][0] in begun and (key in saved_settings or not _at_default(places[key][1], self._now[key])))
+            or (
+                places[key][0] in started and (key in saved_settings or not _at_default(places[key][1], self._now[key]))
+            )
         ]
         if refused:
             raise _refusal(saved_settings, self._now, refused, where)
@@ -60,8 +62,8 @@ class Fixed:
                         {
                             "arm": arm,
                             "setting": setting,
-                            "before": _told(saved_settings, key),
-                            "after": _told(self._now, key),
+                            "before": _value_text(saved_settings, key),
+                            "after": _value_text(self._now, key),
                         }
                         for key, (arm, setting) in places.items()
                     ],
@@ -109,7 +111,9 @@ def _read(saved: bytes, where: Path) -> Flat:
 
 
 def _refusal(saved_settings: Flat, settings: Flat, keys: Sequence[str], where: Path) -> ConfigError:
-    shown = [f"{key}: {_told(saved_settings, key)} -> {_told(settings, key)}" for key in keys[:MOST_CHANGES]]
+    shown = [
+        f"{key}: {_value_text(saved_settings, key)} -> {_value_text(settings, key)}" for key in keys[:MOST_CHANGES]
+    ]
     more = [f"and {len(keys) - MOST_CHANGES} more"] if len(keys) > MOST_CHANGES else []
     return ConfigError(
         "the experiment in this folder was begun with other settings",
@@ -132,5 +136,5 @@ def _at_default(setting: str, value: object) -> bool:
     return bool(json.loads(json.dumps(default_of(setting), default=str)) == value)
 
 
-def _told(flat: Flat, key: str) -> str:
+def _value_text(flat: Flat, key: str) -> str:
     return as_yaml(flat[key]) if key in flat else "(absent)"

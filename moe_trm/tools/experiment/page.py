@@ -88,7 +88,7 @@ def render(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made
     if cards is not None:
         all_charts = "<details><summary>Every chart of a report, of the means over seeds</summary>"
         body += [all_charts, *cards.sections(), "</details>"]
-    data = cards.data({curve.metric for curve in _wanted(plan)}) if cards is not None else {"runs": []}
+    data = cards.data({curve.metric for curve in _requested(plan)}) if cards is not None else {"runs": []}
     return document(plan.file.name, "\n".join(part for part in body if part), data)
 
 
@@ -98,7 +98,7 @@ def _curves(plan: ExperimentPlan, arms: Sequence[Arm], means: Sequence[Run]) -> 
         return "<section><h2>Curves</h2><p>No run has finished yet.</p></section>"
     steps = (min(int(run.rows[0]["step"]) for run in means), max(run.last_step for run in means))
     cards = []
-    for curve in _wanted(plan):
+    for curve in _requested(plan):
         series = [
             Series(place, curve.metric, arm.name, place % COLOURS, points, arm.reach(curve.metric))
             for place, (arm, run) in enumerate(zip(finished, means, strict=True))
@@ -111,7 +111,7 @@ def _curves(plan: ExperimentPlan, arms: Sequence[Arm], means: Sequence[Run]) -> 
     return f'<section><h2>Curves</h2><p class="note">{note}</p><div class="cards">{"".join(cards)}</div></section>'
 
 
-def _wanted(plan: ExperimentPlan) -> Sequence[Curve]:
+def _requested(plan: ExperimentPlan) -> Sequence[Curve]:
     primary = plan.file.primary_metric
     first = Curve(primary, "The primary metric.", primary, log=any(c.log for c in CURVES if c.metric == primary))
     return [first, *(curve for curve in CURVES if curve.metric != primary)]

@@ -32,7 +32,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.asked = 0
         self._times = 0
-        self._told = False
+        self._announced = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -48,12 +48,12 @@ class StopSignal:
 
         It is told here: a handler that prints may meet a print that it interrupted.
         """
-        if self.asked and not self._told:
-            self._told = True
+        if self.asked and not self._announced:
+            self._announced = True
             print("asked to stop: no further run begins, and those that run save themselves", flush=True)
         for process_entry in running:
-            while process_entry.told < self._times:
-                process_entry.told += 1
+            while process_entry.num_signals < self._times:
+                process_entry.num_signals += 1
                 process_entry.process.send_signal(signal.SIGTERM)
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
@@ -74,7 +74,7 @@ class RunProcess:
     begins: int
     """Bytes in the log before this attempt."""
     since: float
-    told: int = 0
+    num_signals: int = 0
     """Signals that were passed on."""
 
     def text(self) -> str:

@@ -163,7 +163,7 @@ def _repetitions(plan: ExperimentPlan, arms: Sequence[Arm]) -> Iterator[Table]:
 def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
     metric_names = sorted({name for arm in arms for name in arm.metrics() if name.startswith("eval/")})
     rows = [
-        (name, *(_told(arm.values(name, at_end=True), list_each=True) for arm in arms))
+        (name, *(_summary(arm.values(name, at_end=True), list_each=True) for arm in arms))
         for name in metric_names
         if any(arm.values(name, at_end=True) for arm in arms)
     ]
@@ -172,7 +172,7 @@ def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
         for name in names:
             values = [[m[name] for m in arm.evaluations[by] if name in m] for arm in arms]
             rows.append(
-                (f"{name}, final weights by {by}", *(_told(arm_values, list_each=True) for arm_values in values))
+                (f"{name}, final weights by {by}", *(_summary(arm_values, list_each=True) for arm_values in values))
             )
     return Table(
         "Final held-out evaluation",
@@ -186,7 +186,7 @@ def _evaluation(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
 def _figures(title: str, arms: Sequence[Arm], metrics: Metrics) -> Table:
     names = {name for arm in arms for name in arm.metrics()}
     rows = tuple(
-        (f"{label} ({name})", *(_told(arm.values(name)) for arm in arms)) for name, label in matching(metrics, names)
+        (f"{label} ({name})", *(_summary(arm.values(name)) for arm in arms)) for name, label in matching(metrics, names)
     )
     return Table(
         title,
@@ -198,7 +198,7 @@ def _figures(title: str, arms: Sequence[Arm], metrics: Metrics) -> Table:
 
 def _cost(arms: Sequence[Arm]) -> Table:
     steps = _figures("Cost", arms, COST)
-    run_seconds = tuple(_told([state.seconds for state in arm.states if state.state == "finished"]) for arm in arms)
+    run_seconds = tuple(_summary([state.seconds for state in arm.states if state.state == "finished"]) for arm in arms)
     return Table(
         steps.title,
         f"{steps.note} The whole run is with its start.",
@@ -257,7 +257,7 @@ def _runs(arms: Sequence[Arm]) -> Table:
     )
 
 
-def _told(values: Sequence[float], *, list_each: bool = False) -> str:
+def _summary(values: Sequence[float], *, list_each: bool = False) -> str:
     if not values:
         return NOT_MEASURED
     interval = around_mean(values)

@@ -12,7 +12,7 @@ from moe_trm import models
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.models.hf_config import read_whole_config, reads_images, text_config
+from moe_trm.models.hf_config import read_full_config, reads_images, text_config
 from moe_trm.tools.plan.build import Assumptions, Work, build, overrides
 from moe_trm.tools.plan.cluster import Cluster
 from moe_trm.tools.plan.gpus import GPUS, gpu_of
@@ -136,7 +136,7 @@ def _lengths(args: argparse.Namespace, rollout: RolloutConfig) -> Lengths:
 
 def _hf_config(model: ModelConfig, name: str | None) -> tuple[dict[str, Any], str]:
     if name is None:
-        return read_whole_config(model.checkpoint), f"{model.checkpoint}/config.json"
+        return read_full_config(model.checkpoint), f"{model.checkpoint}/config.json"
     file = PUBLISHED / f"{name}.json" if name in published() else Path(name)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -122,10 +122,10 @@ def expected(run: Run, plain: Path | None = None) -> Exact:
     return _exact[key]
 
 
-def relative(got: dict[str, Tensor], wanted: dict[str, Tensor], begun: dict[str, Tensor]) -> float:
+def relative(got: dict[str, Tensor], requested: dict[str, Tensor], begun: dict[str, Tensor]) -> float:
     """Error of the factors' moves."""
-    errors = torch.cat([(got[name].double() - wanted[name]).flatten() for name in wanted])
-    moves = torch.cat([(wanted[name] - begun[name].double()).flatten() for name in wanted])
+    errors = torch.cat([(got[name].double() - requested[name]).flatten() for name in requested])
+    moves = torch.cat([(requested[name] - begun[name].double()).flatten() for name in requested])
     return float(errors.norm() / moves.norm())
 
 
@@ -134,8 +134,8 @@ def assert_adapters_by_hand(run: Run, reference: Exact) -> None:
     scores = run.scores()
     for kind, tolerance in (("score", 2e-5), ("update", 2e-5), ("moved", 2e-4), ("r2", 2e-4), ("r3", 2e-4)):
         for number in range(NUM_BATCHES):
-            wanted = reference.scores[f"{'score' if kind == 'update' else kind}.{number}"]
-            torch.testing.assert_close(scores[f"{kind}.{number}"].double(), wanted, rtol=0, atol=tolerance)
+            requested = reference.scores[f"{'score' if kind == 'update' else kind}.{number}"]
+            torch.testing.assert_close(scores[f"{kind}.{number}"].double(), requested, rtol=0, atol=tolerance)
     assert run.facts()["applied"]
     assert run.facts()["first_norm"] == pytest.approx(reference.norm, rel=1e-4)
     stepped = run.factors("stepped")

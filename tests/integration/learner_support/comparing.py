@@ -20,9 +20,9 @@ def assert_same_step(one: Ranks, several: Ranks, run: str, reference: str, check
     for name, value in expected.items():
         # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts. Where that is small, the
         # weights' own rounding shows.
-        moved, wanted = after[name] - before[name], value - source[name]
+        moved, requested = after[name] - before[name], value - source[name]
         rounding = 2.0**-23 * float(value.norm())
-        assert float((moved - wanted).norm()) <= 2e-5 * float(wanted.norm()) + rounding, name
+        assert float((moved - requested).norm()) <= 2e-5 * float(requested.norm()) + rounding, name
     norms = [float(found.saved(name, "facts")["grad_norm"]) for found, name in ((one, reference), (several, run))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

@@ -95,8 +95,8 @@ def test_a_score_is_the_same_in_a_loop(rule: str, score: str, ratio: str) -> Non
     found = evidence()
     got = corrections.get(rule)(found, **thresholds(rule, score, ratio=ratio)).score
     assert got is not None
-    wanted = expected(found.ratios.get(ratio), found.mask, SAMPLED[rule][1][score])
-    assert got.tolist() == pytest.approx(wanted, abs=1e-12)
+    requested = expected(found.ratios.get(ratio), found.mask, SAMPLED[rule][1][score])
+    assert got.tolist() == pytest.approx(requested, abs=1e-12)
 
 
 @pytest.mark.parametrize(("rule", "score"), [case for case in CASES if case[0] in ("trm", "opsm")])
@@ -196,10 +196,10 @@ def test_icepop_on_rows_weighs_by_the_geometric_mean_or_the_product() -> None:
     for score, reduce in (("mean", mean), ("sum", sum)):
         got = corrections.get("seq_icepop")(found, low=0.9, high=1.2, score=score)
         for row, chosen, x, keep in zip(got.weights, found.mask, found.ratios.engine, got.keep, strict=True):
-            wanted = math.exp(reduce(x[chosen].tolist())) if chosen.any() else 0.0
-            inside = 0.9 <= wanted <= 1.2
+            requested = math.exp(reduce(x[chosen].tolist())) if chosen.any() else 0.0
+            inside = 0.9 <= requested <= 1.2
             assert keep[chosen].all() == inside or not chosen.any()
-            assert row[chosen].tolist() == pytest.approx([wanted * inside] * int(chosen.sum()))
+            assert row[chosen].tolist() == pytest.approx([requested * inside] * int(chosen.sum()))
 
 
 @pytest.mark.parametrize("rule", ["geometric_mask", "icepop", "seq_icepop", "seq_mis", "token_mis"])

@@ -25,7 +25,7 @@ def settings(**learner: Any) -> LearnerConfig:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "cuda", "problem", "expected"),
+    ("requested", "cuda", "problem", "expected"),
     [
         ("auto", False, BROKEN, "cpu"),
         ("auto", False, "", "cpu"),
@@ -36,8 +36,8 @@ def settings(**learner: Any) -> LearnerConfig:
         ("off", False, BROKEN, "cpu"),
     ],
 )
-def test_layer_choice(wanted: str, cuda: bool, problem: str, expected: str) -> None:
-    assert choose_layers(settings(transformer_engine=wanted), QWEN, cuda=cuda, problem=problem) == expected
+def test_layer_choice(requested: str, cuda: bool, problem: str, expected: str) -> None:
+    assert choose_layers(settings(transformer_engine=requested), QWEN, cuda=cuda, problem=problem) == expected
 
 
 @pytest.mark.parametrize(("cuda", "why"), [(False, "no CUDA device"), (True, "found no CUDA library")])

@@ -21,7 +21,7 @@ from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_form import ExportForm
 from moe_trm.models import fp8_blocks
-from moe_trm.models.hf_config import read_hf_config, read_whole_config, text_config
+from moe_trm.models.hf_config import read_full_config, read_hf_config, text_config
 from moe_trm.models.registry import family_of
 from moe_trm.models.tensors import tensor_names
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -74,7 +74,7 @@ def fp8(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors[name], tensors[name + "_scale_inv"] = fp8_blocks.quantize(tensors[name], block, torch.float32)
     save_file(tensors, folder / "model.safetensors")
     described = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic", "fmt": "e4m3"}
-    whole = {**read_whole_config(saved), "quantization_config": described}
+    whole = {**read_full_config(saved), "quantization_config": described}
     (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
@@ -137,10 +137,10 @@ def test_log_probs_are_those_of_the_whole_model(folder: Path) -> None:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     whole = whole_model(folder)
     with torch.no_grad():
-        wanted = whole(ids, use_cache=False).logits.log_softmax(-1)
-        assert float(wanted.std()) > 0.1
+        requested = whole(ids, use_cache=False).logits.log_softmax(-1)
+        assert float(requested.std()) > 0.1
         found = causal(ids, use_cache=False).logits.log_softmax(-1)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, requested, rtol=0, atol=1e-5)
         pack = packed(input_ids=ids, use_cache=False, position_ids=positions, sequence_lengths=LENGTHS)
         scored = causal.lm_head(pack.last_hidden_state).log_softmax(-1)
         for own, sequence in zip(scored.split(LENGTHS, 1), ids.split(LENGTHS, 1), strict=True):
@@ -159,7 +159,7 @@ def test_the_published_form_of_unchanged_weights_has_the_same_bits(
     assert before.keys() == after.keys()
     assert [name for name in before if not same_bits(before[name], after[name])] == []
     if HfCheckpoint(folder).prediction:
-        assert read_whole_config(out) == read_whole_config(folder)
+        assert read_full_config(out) == read_full_config(folder)
 
 
 @pytest.mark.parametrize("published", [True, False])
@@ -177,9 +177,9 @@ def test_only_what_was_trained_is_written_anew(folder: Path, tmp_path: Path, *, 
     written = HfCheckpoint(out)
     for name in checkpoint.names:
         assert torch.equal(written.read(name).float(), change.get(name, checkpoint.read(name).float())), name
-    config = read_whole_config(out)
+    config = read_full_config(out)
     assert config["architectures"] == ["Qwen3_5MoeForConditionalGeneration"]
-    assert config["vision_config"] == read_whole_config(folder)["vision_config"]
+    assert config["vision_config"] == read_full_config(folder)["vision_config"]
     assert config["text_config"]["dtype"] == ("bfloat16" if published else "float32")
     loaded = whole_model(out).state_dict()
     assert torch.equal(
@@ -191,7 +191,7 @@ def test_only_what_was_trained_is_written_anew(folder: Path, tmp_path: Path, *, 
 def test_a_plain_export_of_fp8_has_the_published_names(fp8: Path, saved: Path, tmp_path: Path) -> None:
     out = exported(fp8, tmp_path / "out", "bfloat16", published=False)
     assert stored(out).keys() == stored(saved).keys()
-    assert "quantization_config" not in read_whole_config(out)
+    assert "quantization_config" not in read_full_config(out)
     for name in HfCheckpoint(fp8).names:
         assert torch.equal(HfCheckpoint(out).read(name), HfCheckpoint(fp8).read(name)), name
 
@@ -205,7 +205,7 @@ def test_a_tensor_with_gaps_is_never_written(release: Path) -> None:
 
 def test_experts_that_do_not_fit_config_json_are_refused(release: Path, tmp_path: Path) -> None:
     shutil.copytree(release, tmp_path, dirs_exist_ok=True)
-    whole = read_whole_config(release)
+    whole = read_full_config(release)
     whole["text_config"]["moe_intermediate_size"] //= 2
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(CheckpointError, match=r"another shape than config\.json announces"):
@@ -256,7 +256,7 @@ def test_a_saved_run_is_exported_under_the_published_names(release: Path, tmp_pa
     for name, tensor in before.items():
         factor = 1 if name.startswith(("model.visual.", "mtp.")) else 2
         assert same_bits(after[name], tensor * factor), name
-    assert read_whole_config(out) == read_whole_config(release)
+    assert read_full_config(out) == read_full_config(release)
 
 
 def test_adapters_are_merged_into_tensors_of_all_experts(release: Path, tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ def tensors(causal: Any) -> dict[str, Tensor]:
 
 
 def assert_same_model(checkpoint: HfCheckpoint, dtype: str) -> None:
-    found, wanted = read_one_by_one(checkpoint, dtype), load_policy(checkpoint, dtype, recompute=False).causal
-    assert tensors(found).keys() == tensors(wanted).keys()
-    for name, tensor in tensors(wanted).items():
+    found, requested = read_one_by_one(checkpoint, dtype), load_policy(checkpoint, dtype, recompute=False).causal
+    assert tensors(found).keys() == tensors(requested).keys()
+    for name, tensor in tensors(requested).items():
         assert tensors(found)[name].dtype == tensor.dtype, name
         assert torch.equal(tensors(found)[name], tensor), name
-    assert found.training == wanted.training
+    assert found.training == requested.training
 
 
 @pytest.mark.parametrize("name", MOE_FAMILIES)

@@ -62,13 +62,13 @@ class CausalEngine(StandInEngine):
     def __init__(
         self,
         versions: Sequence[int] = (0,),
-        wanted: RequestedFields | None = None,
+        requested: RequestedFields | None = None,
         *,
         skip_rows: int = 0,
         stale: bool = False,
         retractions: Sequence[int] = (0,),
     ) -> None:
-        self.versions, self.wanted = list(versions), wanted or RequestedFields(routes=True, mask=True)
+        self.versions, self.requested = list(versions), requested or RequestedFields(routes=True, mask=True)
         self.skip_rows, self.stale, self.retractions = skip_rows, stale, list(retractions)
         self.asked: list[tuple[int, int, SamplingParams]] = []
         """Context length, first row and parameters of each answer."""
@@ -108,8 +108,8 @@ class CausalEngine(StandInEngine):
                 "routed_experts": base64.b64encode(np.array(rows, "<i4").tobytes()).decode(),
             },
         }
-        wanted = RequestedFields(routes=False, mask=False) if bare else self.wanted
-        return parse_turn(json.dumps(body).encode(), context, MODEL, wanted, start=start)
+        requested = RequestedFields(routes=False, mask=False) if bare else self.requested
+        return parse_turn(json.dumps(body).encode(), context, MODEL, requested, start=start)
 
 
 class DigitTokens(Tokens):

@@ -76,7 +76,7 @@ class ScriptedBackend(ServerBackend):
             raise RecordRejected("malformed", "not an answer of the script", got=str(error)) from error
         if answer.seen != len(question.context):
             raise RecordRejected("prompt_length", "another prompt", got=answer.seen, expected=len(question.context))
-        if answer.finish == "abort" and not (question.wanted.partial and answer.tokens):
+        if answer.finish == "abort" and not (question.requested.partial and answer.tokens):
             raise RecordRejected("aborted", "the server ended the answer")
         if len(answer.logprobs) != len(answer.tokens):
             raise RecordRejected("logprob_count", "not one log-prob per token", got=len(answer.logprobs))
@@ -84,7 +84,7 @@ class ScriptedBackend(ServerBackend):
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= model.vocab_size:
             raise RecordRejected("token_range", "no token of the vocabulary", got=answer.tokens)
         logprobs = np.array(answer.logprobs, np.float32)
-        versions = np.full(len(tokens), version_of(answer.weights, question.wanted.run), np.int32)
+        versions = np.full(len(tokens), version_of(answer.weights, question.requested.run), np.int32)
         return SampledTurn(tokens, logprobs, logprobs, versions, None, None, answer.finish)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:

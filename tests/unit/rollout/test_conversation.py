@@ -163,7 +163,7 @@ def test_routes_of_only_some_answers_are_refused() -> None:
     engine = CausalEngine()
     talk = dialogue(engine)
     play(talk, [("sample", (2, ""))])
-    engine.wanted = RequestedFields(routes=False, mask=True)
+    engine.requested = RequestedFields(routes=False, mask=True)
     with pytest.raises(RecordRejected) as caught:
         play(talk, [("sample", (2, ""))])
     assert caught.value.reason == "route_missing"

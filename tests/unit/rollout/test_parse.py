@@ -52,8 +52,8 @@ def good() -> dict[str, Any]:
     }
 
 
-def parse(answer: object, wanted: RequestedFields = EVERYTHING) -> RolloutRecord:
-    return parse_answer(json.dumps(answer).encode(), PROMPT, MODEL, wanted, sample_id=17, group_id=2)
+def parse(answer: object, requested: RequestedFields = EVERYTHING) -> RolloutRecord:
+    return parse_answer(json.dumps(answer).encode(), PROMPT, MODEL, requested, sample_id=17, group_id=2)
 
 
 def test_a_good_answer_becomes_a_record() -> None:
@@ -252,17 +252,17 @@ JSON_VALUES = st.recursive(
 @pytest.mark.parametrize("label", ["4", "4-beef", "4-cafe0", "4-", "-cafe", "4-CAFE", "4-cafe\n", "\u0664-cafe"])
 def test_weights_that_another_run_gave_are_not_believed(label: str) -> None:
     """Under the same number too; once a run has pushed, every answer names it."""
-    wanted = RequestedFields(routes=True, mask=False, run="cafe")
+    requested = RequestedFields(routes=True, mask=False, run="cafe")
     for spans, good_until in (([label], 0), (["4-cafe", label], 1)):
         answer = good()
         answer["meta_info"]["weight_versions"] = [
             {"version": each, "start": place, "end": place + 1} for place, each in enumerate((*spans, "4-cafe")[:2])
         ]
         with pytest.raises(RecordRejected, match="no push of this run") as caught:
-            parse(answer, wanted)
+            parse(answer, requested)
         assert caught.value.reason == "version_unknown"
         answer["meta_info"]["weight_versions"][good_until]["version"] = "4-cafe"
-        assert parse(answer, wanted).versions.tolist() == [4, 4]
+        assert parse(answer, requested).versions.tolist() == [4, 4]
         # Before a run's first push, as where a server is only looked at, every push is one.
         assert parse(answer, RequestedFields(routes=True, mask=False)).versions.tolist() == [4, 4]
 

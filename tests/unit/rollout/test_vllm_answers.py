@@ -75,8 +75,8 @@ def test_a_good_answer_becomes_a_turn() -> None:
 
 
 def test_log_probs_of_an_untruncated_answer_are_those_of_the_vocabulary() -> None:
-    wanted = RequestedFields(routes=False, mask=False)
-    turn = parse(good(), replace(QUESTION, params=replace(PARAMS, top_k=8), wanted=wanted))
+    requested = RequestedFields(routes=False, mask=False)
+    turn = parse(good(), replace(QUESTION, params=replace(PARAMS, top_k=8), requested=requested))
     assert turn.full_logprobs.tolist() == turn.rollout_logprobs.tolist()
     assert turn.routes is None
     assert turn.sampling_mask is None
@@ -101,7 +101,7 @@ def test_rows_of_earlier_turns_are_left_out() -> None:
 def test_an_aborted_answer_is_the_beginning_of_one_where_that_was_asked_for() -> None:
     answer = good()
     answer["choices"][0]["finish_reason"] = "abort"
-    partial = replace(QUESTION, wanted=replace(QUESTION.wanted, partial=True))
+    partial = replace(QUESTION, requested=replace(QUESTION.requested, partial=True))
     assert parse(answer, partial).finish_reason == "abort"
     with pytest.raises(RecordRejected) as caught:
         parse(answer)
@@ -167,10 +167,10 @@ def test_a_broken_answer_is_refused(name: str) -> None:
 
 
 def test_weights_that_another_run_gave_are_not_believed() -> None:
-    wanted = replace(QUESTION, wanted=RequestedFields(routes=True, mask=True, run="cafe"))
-    assert set(parse(good() | {"weight_version": "4-cafe"}, wanted).versions) == {4}
+    requested = replace(QUESTION, requested=RequestedFields(routes=True, mask=True, run="cafe"))
+    assert set(parse(good() | {"weight_version": "4-cafe"}, requested).versions) == {4}
     with pytest.raises(RecordRejected) as caught:
-        parse(good() | {"weight_version": "4-ab"}, wanted)
+        parse(good() | {"weight_version": "4-ab"}, requested)
     assert caught.value.reason == "version_unknown"
 
 
@@ -194,7 +194,7 @@ def test_a_request_asks_for_no_stream_and_no_name_and_as_many_ids_as_may_be_kept
     assert isinstance(sampling, dict)
     assert (sampling["logprobs"], sampling["ignore_eos"], sampling["max_tokens"]) == (3, True, 2)
     assert not {"seed", "stop", "routed_experts_prompt_start"} & sampling.keys()
-    bare = generate_request(replace(QUESTION, wanted=RequestedFields(routes=False, mask=False)))
+    bare = generate_request(replace(QUESTION, requested=RequestedFields(routes=False, mask=False)))
     assert bare["sampling_params"] == sampling | {"logprobs": 0}
 
 

@@ -208,7 +208,7 @@ def test_a_release_with_known_route_defects_is_refused_where_routes_are_wanted()
     check(release="0.32.1")
     with pytest.raises(EngineError, match="not those of the forwards"):
         check(release="0.26.0")
-    bare = VllmClient(replace(NEEDS, wanted=RequestedFields(False, True)))
+    bare = VllmClient(replace(NEEDS, requested=RequestedFields(False, True)))
     asyncio.run(bare.check(cast(EngineHttp, ScriptedHttp(SERVED | {"release": "0.26.0"}, answer=probe()))))
 
 

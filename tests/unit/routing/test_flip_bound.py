@@ -120,9 +120,9 @@ def test_medians_are_numpys_over_the_known_values_of_each_column() -> None:
         known = rng.random(values.shape) < 0.6
         known[:, 0], known[:, 1] = False, True
         columns = zip(values.T, known.T, strict=True)
-        wanted = [np.median(column[real]) if real.any() else 0.0 for column, real in columns]
+        requested = [np.median(column[real]) if real.any() else 0.0 for column, real in columns]
         found = _medians(np.where(known, values, np.inf), known.sum(0))
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(found, requested)
 
 
 def counters_of(flips: SampleFlips) -> torch.Tensor:

@@ -66,16 +66,16 @@ def test_every_rank_has_the_counts_of_all_samples(ranks: list[ProcessGroup], sam
     held = (0, 1), (3,), (4, 0)
     passes = [passes_of(rank, named[rank], held[rank]) for rank in range(RANKS)]
     sums = [torch.arange(LAYERS * 7).view(LAYERS, 7) * (rank + 1) for rank in range(RANKS)]
-    wanted = total([one for found in passes for one in found], LAYERS)
+    requested = total([one for found in passes for one in found], LAYERS)
     assert (samples == 400) == (3 * samples * 2 > ROOM)
     for counters, flips in everywhere(ranks, passes, sums):
         assert torch.equal(counters, torch.arange(LAYERS * 7).view(LAYERS, 7) * 6)
-        assert wanted.apart.all(1).sum() == len({layer for own in held for layer in own})
-        assert wanted.ends[:, :2].all()
+        assert requested.apart.all(1).sum() == len({layer for own in held for layer in own})
+        assert requested.ends[:, :2].all()
         for name in ("keys", "due", "flipped", "lost", "apart", "ends", "fresh"):
-            np.testing.assert_array_equal(getattr(flips, name), getattr(wanted, name), err_msg=name)
-            assert getattr(flips, name).dtype == getattr(wanted, name).dtype
-        np.testing.assert_array_equal(flips.by_token[:3], wanted.by_token[:3])
+            np.testing.assert_array_equal(getattr(flips, name), getattr(requested, name), err_msg=name)
+            assert getattr(flips, name).dtype == getattr(requested, name).dtype
+        np.testing.assert_array_equal(flips.by_token[:3], requested.by_token[:3])
 
 
 def test_ranks_without_anything_to_prove_only_add(ranks: list[ProcessGroup]) -> None:

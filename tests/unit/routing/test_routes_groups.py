@@ -56,9 +56,9 @@ def group() -> list[RouteRecord]:
 def test_groups_come_back_exactly(order: Literal["engine", "set"]) -> None:
     members = group()
     found = decode_group(encode_group(members, order))
-    wanted = members if order == "engine" else [ascending(member) for member in members]
-    assert len(found) == len(wanted)
-    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    requested = members if order == "engine" else [ascending(member) for member in members]
+    assert len(found) == len(requested)
+    assert all(same(a, b) for a, b in zip(found, requested, strict=True))
 
 
 def test_the_prompt_is_stored_once() -> None:

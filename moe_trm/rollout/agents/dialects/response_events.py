@@ -19,9 +19,9 @@ def events(body: Body, request: Request) -> Iterator[bytes]:
 
 
 def _events(body: Body) -> Iterator[tuple[str, Fields]]:
-    begun = body | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
+    started = body | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield "response.created", {"response": started}
+    yield "response.in_progress", {"response": started}
     for index, item in enumerate(body["output"]):
         place = {"output_index": index}
         yield "response.output_item.added", place | {"item": _empty(item)}

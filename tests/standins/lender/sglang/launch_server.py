@@ -31,7 +31,7 @@ class Lender(ThreadingHTTPServer):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__((options.host, options.port), Handler)
         self.token_s, self.log = options.token_s, Path(os.environ["LENDER_LOG"])
-        self.label, self.lent = "default", list[str]()
+        self.label, self.is_released = "default", list[str]()
         self.running, self.waiting, self.paused = 0, 0, False
         self.changed = threading.Condition()
         self.note("begins")
@@ -72,12 +72,12 @@ class Lender(ThreadingHTTPServer):
             if path == "/release_memory_occupation":
                 if self.running or (self.waiting and not self.paused):
                     self.die("release while something runs")
-                self.lent += body["tags"]
+                self.is_released += body["tags"]
             elif path == "/resume_memory_occupation":
                 for tag in body["tags"]:
-                    if tag not in self.lent or (tag == CACHE and WEIGHTS in self.lent):
-                        self.die(f"resume of {tag} while {self.lent} are lent")
-                    self.lent.remove(tag)
+                    if tag not in self.is_released or (tag == CACHE and WEIGHTS in self.is_released):
+                        self.die(f"resume of {tag} while {self.is_released} are lent")
+                    self.is_released.remove(tag)
             elif path in ("/pause_generation", "/continue_generation"):
                 self.paused = path == "/pause_generation"
             elif path == "/update_weights_from_disk":
@@ -109,8 +109,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _begin(self, tags: str = "") -> None:
         self.server.note(f"{self.path} {tags}".strip())
-        if self.server.lent and self.path != "/resume_memory_occupation":
-            self.server.die(f"{self.path} while {self.server.lent} are lent")
+        if self.server.is_released and self.path != "/resume_memory_occupation":
+            self.server.die(f"{self.path} while {self.server.is_released} are lent")
 
     def _reply(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_trm.learner.lora.requested import requested_adapters
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from moe_trm.learner.lora.adapter import A, B, factor_name
 from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.lora.files import CONFIG, WEIGHTS, read_adapter, target_modules, write_adapter
 from moe_trm.learner.lora.targets import adapted_modules, matrix_modules
-from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.models.hf_config import read_hf_config
 
 HIDDEN, HEADS, EXPERT = 8, 12, 6
@@ -107,11 +107,11 @@ def test_an_adapter_comes_back_bit_for_bit(tmp_path: Path, checkpoint: HfCheckpo
     config = Config.model_validate(
         {"model": {"checkpoint": "x"}, "learner": {"lora": {**LORA.model_dump(), "adapter": str(folder)}}}
     )
-    wanted = wanted_adapters(config.learner, config.seed, read_hf_config(checkpoint.folder), checkpoint)
-    assert wanted is not None
-    assert wanted.factor_names == expected.keys()
+    requested = requested_adapters(config.learner, config.seed, read_hf_config(checkpoint.folder), checkpoint)
+    assert requested is not None
+    assert requested.factor_names == expected.keys()
     module = "model.layers.0.mlp.gate"
-    assert torch.equal(wanted.start.factors(module, 2, HIDDEN)[1], expected[factor_name(module, B)])
+    assert torch.equal(requested.start.factors(module, 2, HIDDEN)[1], expected[factor_name(module, B)])
 
 
 @pytest.mark.parametrize(

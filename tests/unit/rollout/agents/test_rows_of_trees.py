@@ -86,24 +86,24 @@ def test_what_is_rejected_costs_its_own_row_and_is_counted(
     tree = tree_of(parents, bad=[bad])
     lost = {number for number, node in enumerate(tree.nodes) if tree.nodes[bad] in node.path()}
     branch = {tree.nodes.index(node) for node in tree.nodes[-1].path()}
-    wanted = branch if how == "last" else set(range(len(parents)))
+    requested = branch if how == "last" else set(range(len(parents)))
     if how != "turns":
         # A row trains what it can with its end: answers that only lead to bad ends are lost with them.
         ends = [tree.nodes[-1]] if how == "last" else tree.leaves()
         good = [end for end in ends if tree.nodes[bad] not in end.path()]
-        lost |= wanted - {tree.nodes.index(node) for end in good for node in end.path()}
-    if wanted <= lost:
+        lost |= requested - {tree.nodes.index(node) for end in good for node in end.path()}
+    if requested <= lost:
         with pytest.raises(RecordRejected) as rejected:
             rows_of(tree, how)
         assert rejected.value.reason == "version_span"
         return
     found = rows_of(tree, how)
-    assert set(trained(found)) == wanted - lost
+    assert set(trained(found)) == requested - lost
     assert found.left_out == sum(size_of(number) for number in range(len(parents))) - trained(found).total()
     assert [row.row for row in found.sample.rows] == list(range(len(found.sample.rows)))
     for number, turn in enumerate(found.sample.session):
-        assert (turn.row < 0) == (number not in wanted - lost)
-        expected = "" if turn.row >= 0 else "version_span" if number in wanted else "not_chosen"
+        assert (turn.row < 0) == (number not in requested - lost)
+        expected = "" if turn.row >= 0 else "version_span" if number in requested else "not_chosen"
         assert turn.reason == expected
     for row in found.sample.rows:
         check_row(row, tree)

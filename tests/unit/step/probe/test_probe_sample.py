@@ -25,7 +25,7 @@ from moe_trm.ratios import k3
 from moe_trm.step.passes import Anchored
 from moe_trm.step.probe import sample
 from moe_trm.step.probe.run import Probe
-from moe_trm.step.probe.sample import ProbeChoice, ProbeRows, draw, products, standard_errors, wanted_rows
+from moe_trm.step.probe.sample import ProbeChoice, ProbeRows, draw, products, rows_needed, standard_errors
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, TokenBatch, TrainBatch, TrainRow
 from routing.record.sources import Native, Record, Recorded, ReplayReport, RouteSource
@@ -77,11 +77,11 @@ def assert_errors_are_the_spread(found: Sequence[float], errors: Sequence[float]
 
 def test_how_many_rows() -> None:
     tokens = np.full(1000, 50)
-    assert wanted_rows(tokens, 8192) == math.ceil(8192 / 50)
-    assert wanted_rows(tokens, 100) == sample.LEAST_ROWS
-    assert wanted_rows(tokens, 0) == wanted_rows(tokens, 50_000) == 1000
-    assert wanted_rows(np.zeros(5, int), 100) == 5
-    assert wanted_rows(np.zeros(0, int), 100) == 0
+    assert rows_needed(tokens, 8192) == math.ceil(8192 / 50)
+    assert rows_needed(tokens, 100) == sample.LEAST_ROWS
+    assert rows_needed(tokens, 0) == rows_needed(tokens, 50_000) == 1000
+    assert rows_needed(np.zeros(5, int), 100) == 5
+    assert rows_needed(np.zeros(0, int), 100) == 0
 
 
 def test_micro_batches_of_one_rank_keep_to_the_budget() -> None:
@@ -204,7 +204,7 @@ def test_figures_are_of_the_sample_and_say_so(tmp_path: Path) -> None:
     found, saved, [learner] = probed(tmp_path / "part", rows, ranks=1, tokens=100)
     count = len(saved["native"])
     assert count < every
-    assert found["probe/rows"] == len(saved["sample_id"].unique()) == wanted_rows(lengths(rows), 100)
+    assert found["probe/rows"] == len(saved["sample_id"].unique()) == rows_needed(lengths(rows), 100)
     assert found["probe/token_fraction"] == pytest.approx(count / every)
     native, replayed = k3(saved["native"]), k3(saved["replayed"])
     assert found["probe/native_k3_kl"] == pytest.approx(float(native.mean()), rel=1e-6)

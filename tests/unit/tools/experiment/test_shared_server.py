@@ -32,32 +32,32 @@ class Lent:
 
 
 def test_every_run_uses_the_one_server_and_it_ends_with_the_last(tmp_path: Path) -> None:
-    trial, lent = Scripted(tmp_path, shared_server=True), Lent()
+    trial, is_released = Scripted(tmp_path, shared_server=True), Lent()
     trial.tell({"none-seed1": {"killed_at": 1}})
-    assert trial.run(served_by=lent.serve) == 0
-    assert (lent.begun, lent.ended) == (1, 1)
+    assert trial.run(served_by=is_released.serve) == 0
+    assert (is_released.begun, is_released.ended) == (1, 1)
     assert all(trial.servers(run) == [f"{URL} {KEY}"] for run in trial.states())
-    trial.run(served_by=lent.serve)
-    assert lent.begun == 2
+    trial.run(served_by=is_released.serve)
+    assert is_released.begun == 2
     assert trial.servers("none-seed1") == [f"{URL} {KEY}"] * 2
-    trial.run(served_by=lent.serve)
-    assert lent.begun == 2, "a server was started for no run"
+    trial.run(served_by=is_released.serve)
+    assert is_released.begun == 2, "a server was started for no run"
     assert KEY not in (trial.out / "experiment.json").read_text() + (trial.out / "states.jsonl").read_text()
 
 
 def test_without_it_runs_start_their_own(tmp_path: Path) -> None:
-    trial, lent = Scripted(tmp_path), Lent()
-    assert trial.run(served_by=lent.serve) == 0
-    assert not lent.begun
+    trial, is_released = Scripted(tmp_path), Lent()
+    assert trial.run(served_by=is_released.serve) == 0
+    assert not is_released.begun
     assert trial.servers("R3-seed2")[0].startswith("None")
 
 
 def test_an_experiment_may_change_to_a_shared_server_and_back(tmp_path: Path) -> None:
-    trial, lent = Scripted(tmp_path), Lent()
+    trial, is_released = Scripted(tmp_path), Lent()
     trial.tell({"R3-seed2": {"killed_at": 1}})
     trial.run()
     trial.write(shared_server=True)
-    assert trial.run(served_by=lent.serve) == 0
+    assert trial.run(served_by=is_released.serve) == 0
     assert trial.servers("R3-seed2")[1] == f"{URL} {KEY}"
 
 

@@ -29,7 +29,7 @@ from tests.unit.tools.export.test_saved_weights import megatron_parameters, save
 LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0, "targets": ["attention", "experts", "router"]}
 
 
-def wanted(start: Path, lora: dict[str, Any]) -> frozenset[str]:
+def requested(start: Path, lora: dict[str, Any]) -> frozenset[str]:
     hf = read_hf_config(start)
     return adapted_modules(modules_of(hf, HfCheckpoint(start).names), LoraConfig(**lora), hf)
 
@@ -38,7 +38,7 @@ def half_factors(start: Path, lora: dict[str, Any]) -> dict[str, Tensor]:
     """Of each matrix by its name; the double of them is saved."""
     source, found = HfCheckpoint(start), dict[str, Tensor]()
     generator = torch.Generator().manual_seed(0)
-    for module in sorted(wanted(start, lora)):
+    for module in sorted(requested(start, lora)):
         outputs, inputs = source.shape(f"{module}.weight")
         for factor, shape in ((A, (2, inputs)), (B, (outputs, 2))):
             found[factor_name(module, factor)] = torch.randn(shape, generator=generator) / 8
@@ -70,7 +70,7 @@ def test_merged_weights_and_peft_files_of_both_learners(tmp_path: Path, backend:
     checkpoint = save(tmp_path, start, backend, tensors, dtype="bfloat16", lora=LORA)
     exported, source = HfCheckpoint(export_checkpoint(checkpoint, tmp_path / "out")), HfCheckpoint(start)
     assert exported.names == source.names
-    adapted = wanted(start, LORA)
+    adapted = requested(start, LORA)
     assert len(adapted) == 2 * (4 + 1 + 12)
     for name in exported.names:
         base, module = source.read(name).bfloat16(), name.removesuffix(".weight")
@@ -138,7 +138,7 @@ def test_a_published_export_rounds_merged_matrices_anew_and_leaves_the_base_alon
     plain = HfCheckpoint(export_checkpoint(checkpoint, tmp_path / "plain"))
     given, written = files_of(start), files_of(tmp_path / "out")
     assert given.keys() == written.keys()
-    source, out, adapted = HfCheckpoint(start), HfCheckpoint(tmp_path / "out"), wanted(start, lora) - {still}
+    source, out, adapted = HfCheckpoint(start), HfCheckpoint(tmp_path / "out"), requested(start, lora) - {still}
     changed = lost = 0.0
     for name in out.names | out.prediction:
         old, new, trained = source.read(name).float(), out.read(name).float(), plain.read(name).float()

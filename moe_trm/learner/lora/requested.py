@@ -27,7 +27,7 @@ class WantedAdapters:
         return frozenset(factor_name(module, factor) for module in self.modules for factor in (A, B))
 
 
-def wanted_adapters(
+def requested_adapters(
     learner: LearnerConfig, seed: int, hf: Mapping[str, Any], checkpoint: HfCheckpoint
 ) -> WantedAdapters | None:
     """The adapters of this run; None where the weights themselves train.
