@@ -184,6 +184,8 @@ def test_one_process_holds_a_loan_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 class Rank:
     """Learner, rollouts, texts and sender of a rank: notes what a pusher does with them."""
 
+    proves_tensors = True
+
     def __init__(self, notes: list[str]) -> None:
         self.notes, self.meeting = notes, None
 
@@ -193,7 +195,7 @@ class Rank:
     def owned_tensors(self) -> tuple[()]:
         return ()
 
-    def take(self, _: object) -> tuple[()]:
+    def take(self, _: object, **__: object) -> tuple[()]:
         self.notes.append("texts")
         return ()
 
