@@ -8,6 +8,7 @@ from html import escape
 
 from moe_trm.observe.report.html import document, number
 from moe_trm.observe.report.session_tree import session_tree
+from moe_trm.observe.report.session_turns import session_turns
 from moe_trm.observe.report.token_rows import Transcript, name_of
 
 PALEST, DARKEST = -4.0, 0.0
@@ -70,7 +71,7 @@ def _article(place: int, entry: Transcript, texts: Sequence[str]) -> str:
         f'<p class="about">{" · ".join(facts)}</p>'
         f"{session_tree(record.session, record.row, record.reward)}"
         f'<div class="tokens" tabindex="0" data-rollout="{place}" aria-label="Tokens; arrow keys tell each one\'s '
-        f'figures">{tokens}</div></article>'
+        f'figures">{tokens}</div>{session_turns(record, texts)}</article>'
     )
 
 

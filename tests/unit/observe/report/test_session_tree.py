@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch.train_rows import train_rows
+from moe_trm.config.schema.agent import AgentRows
 from moe_trm.observe.report.session_tree import CUTS, leaves, places, session_tree, tree_lines, words
+from moe_trm.observe.report.session_turns import session_turns
 from moe_trm.observe.transcripts import Transcripts
 from moe_trm.rollout.agents.tree import Cut
 from moe_trm.types import RolloutRecord, SessionTurn
@@ -170,6 +172,61 @@ def test_a_transcript_shows_the_tree_with_its_own_row(tmp_path: Path) -> None:
     text = path.with_suffix(".txt").read_text()
     assert "=== sample 3, row 2 of prompt p: reward 0.75" in text
     assert text.count("* answer 5: 4 tokens behind 2 given ones, row 0") == 1
+
+
+class Turns(HTMLParser):
+    """Texts of the lists of answers: for each list, what was given and answered, by the answer."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.lists: list[dict[int, dict[str, str]]] = []
+        self._answer, self._block = -1, ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = {name: value or "" for name, value in attrs}
+        if tag == "details" and known.get("class") == "turns":
+            self.lists.append({})
+        elif tag == "li" and self.lists and "data-answer" in known:
+            self._answer, self._block = int(known["data-answer"]), "words"
+            self.lists[-1][self._answer] = {}
+        elif tag == "pre" and self.lists:
+            self._block = known["class"]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("pre", "li"):
+            self._block = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._block:
+            blocks = self.lists[-1][self._answer]
+            blocks[self._block] = blocks.get(self._block, "") + data
+
+
+@pytest.mark.parametrize("how", ["last", "trajectory", "turns"])
+def test_every_answer_of_a_row_is_there_as_text(tmp_path: Path, how: AgentRows) -> None:
+    """Joined they are the text of the row. Ids 5 to 7 are a line break, `<` and nothing."""
+    tree = tree_of(FORKED, cut=[5], stale=False)
+    sample = rows_of(tree, how, sample_id=3).sample
+    html = page_of(tmp_path, [sample], rollouts=9).with_suffix(".html").read_text()
+    lists = Turns(html).lists
+    assert len(lists) == len(sample.rows)
+    for answers, record in zip(lists, sample.rows, strict=True):
+        assert list(answers) == list(range(len(FORKED))), "also the answers of other branches"
+        shown = [blocks["given"] + blocks["answer"] for blocks in answers.values() if "given" in blocks]
+        assert "".join(shown) == "".join(Letters().pieces(record.tokens.tolist()))
+        for place, blocks in answers.items():
+            assert blocks["words"] == words(record.session, place)
+            if "answer" in blocks:
+                assert blocks["answer"] == "".join(Letters().pieces(tree.nodes[place].turn.tokens.tolist()))
+
+
+def test_a_sample_without_a_session_has_no_list_of_answers() -> None:
+    record = rows_of(tree_of([-1], stale=False), "last").sample
+    assert session_turns(replace(record, session=()), "abcd") == ""
+    assert Turns(session_turns(record, ["a", "<script>", '"', "&"])).lists == [
+        {0: {"words": words(record.session, 0), "given": "a<script>", "answer": '"&'}}
+    ]
 
 
 def test_text_of_a_record_cannot_break_out_of_the_drawing() -> None:
