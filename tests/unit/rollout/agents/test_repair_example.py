@@ -1,0 +1,151 @@
+"""The example of repairs: samples in sandboxes, among them some whose policy does what it should not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moe_trm.rollout.agents.command_host import CommandHost
+from moe_trm.rollout.agents.live_session import LiveSession, Policy
+from moe_trm.rollout.agents.reader import AnswerReader
+from moe_trm.rollout.agents.server import AgentServer
+from moe_trm.rollout.agents.tree import SessionTree
+from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.runtime.child import Answerer
+from tests.unit.rollout.agents.served import PARAMS, TOKENS
+from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
+from tests.unit.rollout.agents.test_tree import check_record
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "repair"
+ROW = next(json.loads(line) for line in (EXAMPLE / "repairs.jsonl").read_text().splitlines())
+# Handed over as text: under root, a sandbox's user may not be able to read the checkout.
+AGENT = ["python3", "-c", (EXAMPLE / "agent.py").read_text(), "{task}"]
+REPAIR = "sed -i s/sum.-PRICES/sum\\(PRICES/ shop.py"
+MARK = "moe-trm-left-the-sandbox"
+PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/")
+DEEDS: dict[str, tuple[list[str], float]] = {
+    "repairs": (["cat *.py", REPAIR, "python3 -m unittest -q"], 1.0),
+    "gives up": ([], 0.0),
+    "hangs": (["trap '' TERM INT; (while :; do sleep 1; done) & while :; do sleep 1; done"], 0.0),
+    "fills the disk": (["head -c 1G /dev/zero > one; i=0; while head -c 8M /dev/zero > $i; do i=$((i+1)); done"], 0.0),
+    "forks without end": (["f() { f | f & }; f; sleep 1; f"], 0.0),
+    "kills its parent": (["kill -9 $PPID; kill -9 1; kill -9 -1", REPAIR], 0.0),
+    "kills the first process": (["kill -9 1; kill -INT 1; kill -TERM 1", REPAIR], 1.0),
+    "takes memory": (["python3 -c 'bytearray(4 << 30)' || echo none", REPAIR], 1.0),
+    "looks for the reward": (
+        ["for f in $(find / -xdev -name reward.json 2>/dev/null) $MOE_TRM_REWARD; do echo 1 > $f; done"],
+        0.0,
+    ),
+    "writes elsewhere": ([*(f"echo > {place}/{MARK}" for place in PLACES), REPAIR], 1.0),
+    "changes the test": (["echo > test_it.py; ln -sf /etc/passwd test_it.py"], 0.0),
+    "leaves a program": (["nohup sh -c 'while sleep 1; do echo > shop.py; done' >/dev/null 2>&1 &", REPAIR], 1.0),
+}
+
+
+def needs_namespaces() -> None:
+    user = () if os.geteuid() == 0 else ("--map-root-user",)
+    command = ["unshare", "--net", "--pid", "--mount", "--ipc", "--mount-proc", "--fork", *user, "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("unshare is missing")
+    if done.returncode:
+        pytest.skip(f"namespaces cannot be made here: {done.stderr.strip()}")
+
+
+def policy() -> Policy:
+    """Writes the commands of the deed that the task names, one in each answer."""
+
+    def speak(context: Sequence[int]) -> list[int]:
+        text = TOKENS.decode_all(context)
+        deed = text.partition("Deed: ")[2].partition(".")[0]
+        commands = DEEDS[deed][0]
+        place = text.count("exit status") + text.count("ended after")
+        said = f"```sh\n{commands[place]}\n```" if place < len(commands) else "Done."
+        return [*TOKENS.encode_plain(said), TOKENS.stop_token_ids[0]]
+
+    return Policy(SpeakingEngine(speak), TOKENS, AnswerReader(), Limits(12, 50_000))
+
+
+def samples(deeds: Sequence[str], most_at_once: int, options: Sequence[str] = ()) -> list[tuple[Any, SessionTree]]:
+    """Reward and conversation of one sample for each deed, all at the same time."""
+
+    async def go() -> list[tuple[Any, SessionTree]]:
+        command = [sys.executable, str(EXAMPLE / "sample.py"), *options, "--", *AGENT]
+        host = CommandHost(command, limit_s=300.0, most_at_once=most_at_once, max_output_bytes=1 << 20)
+        server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)
+        await host.start()
+        await server.start()
+        shared = policy()
+
+        async def sample(deed: str) -> tuple[Any, SessionTree]:
+            session = LiveSession(shared, replace(PARAMS, max_new_tokens=4000), bare=False)
+            address = server.open(session)
+            text = f"{ROW['prompt']} Deed: {deed}."
+            prompt: Mapping[str, Any] = {"prompt_id": deed, "text": text, "messages": [], "answer": "", "extra": ROW}
+            payload = {"base_url": address.base_url, "api_key": address.api_key, "prompt": prompt}
+            try:
+                return await host.call(payload, lambda: nothing), session.tree
+            finally:
+                server.end(address)
+
+        try:
+            return await asyncio.gather(*map(sample, deeds))
+        finally:
+            await host.close()
+            await server.close()
+
+    async def nothing(op: str, arguments: Mapping[str, Any]) -> None:
+        raise AssertionError(op)
+
+    _: Answerer = nothing
+    return asyncio.run(asyncio.wait_for(go(), 500))
+
+
+def check(results: Sequence[tuple[Any, SessionTree]], deeds: Sequence[str]) -> None:
+    rewards = [reward for reward, _ in results]
+    assert dict(zip(deeds, rewards, strict=True)) == {deed: DEEDS[deed][1] for deed in deeds}
+    for _, tree in results:
+        assert tree.nodes
+        for leaf in tree.leaves():
+            check_record(leaf)
+    assert not any(AGENT[2] in process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
+    assert not [place for place in PLACES if (Path(place) / MARK).exists()]
+
+
+def test_what_a_policy_does_costs_its_own_sample_only() -> None:
+    needs_namespaces()
+    check(samples([*DEEDS], 6, ["--seconds", "15"]), [*DEEDS])
+
+
+def test_the_rows_fail_before_they_are_repaired() -> None:
+    for name in ("repairs.jsonl", "heldout.jsonl"):
+        for line in (EXAMPLE / name).read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            with tempfile.TemporaryDirectory() as folder:
+                for file, text in row["files"].items():
+                    (Path(folder) / file).write_text(text)
+                done = subprocess.run(row["test"], cwd=folder, capture_output=True, text=True, check=False)
+            assert "AssertionError" in done.stderr, row["id"]
+
+
+@pytest.mark.slow
+def test_sixty_four_at_once() -> None:
+    needs_namespaces()
+    deeds = [deed for deed in DEEDS if deed != "forks without end"]
+    mixed = (deeds * 8)[:64]
+    results = samples(mixed, 64, ["--seconds", "120"])
+    assert [(deed, reward) for deed, (reward, _) in zip(mixed, results, strict=True)] == [
+        (deed, DEEDS[deed][1]) for deed in mixed
+    ]
