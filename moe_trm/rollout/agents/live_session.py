@@ -104,13 +104,15 @@ class LiveSession:
         context = await self._written(self._chat(request))
         node = await self._sampled(context, request.options, request.template.tools)
         if request.kept is not None and node.answer.message is not None:
-            self.kept[name] = (*request.kept, node.answer.message)
+            # The tree's own messages: it keeps each of them once.
+            messages = node.context.messages or ()
+            self.kept[name] = (*messages[len(messages) - len(request.kept) :], node.answer.message)
         return node
 
     async def count(self, request: ChatRequest) -> int:
         """The tokens that the policy would be given. Raises `ApiError`."""
         context = await self._written(self._chat(request), ends=False)
-        return len(context.token_ids)
+        return context.num_tokens
 
     def _chat(self, request: ChatRequest) -> Callable[[], Context]:
         tree, reader, tools = self.tree, self._policy.reader, request.template.tools
@@ -181,7 +183,7 @@ class LiveSession:
             self._tasks.discard(task)
 
     def _params_for(self, context: Context, options: RequestOptions) -> SamplingParams:
-        limits, used = self._policy.limits, len(context.token_ids)
+        limits, used = self._policy.limits, context.num_tokens
         room = limits.tokens - used
         if room < 1:
             self.ended = True

@@ -57,6 +57,8 @@ class ChatTemplate:
 
     def __init__(self, tokens: Tokens, most_tokens: int = sys.maxsize) -> None:
         self._tokens, self._most_tokens = tokens, most_tokens
+        self._latest: tuple[TemplateOptions, str | None] | None = None
+        """The latest options and their closing: a session mostly has the same ones in all requests."""
 
     def render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool = True) -> str:
         """See `Template.render`. Without `opens_answer` the text ends behind the last message."""
@@ -68,6 +70,11 @@ class ChatTemplate:
         It is what stands behind an answer both at the end and before a message. A template that opens the next answer
         unasked would otherwise make that a part of it.
         """
+        if self._latest is None or self._latest[0] != options:
+            self._latest = options, self._closing(options)
+        return self._latest[1]
+
+    def _closing(self, options: TemplateOptions) -> str | None:
         talk = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}]
         try:
             last = self._behind_mark(talk, options, opens_answer=False)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from moe_trm.rollout.agents.messages import Message, alike, same_reasoning
@@ -50,12 +52,17 @@ class Context:
         """All ids before the answer."""
         return (*self.parent.token_ids, *self.added) if self.parent is not None else self.added
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """How many ids there are before the answer."""
+        return len(self.added) + (self.parent.num_tokens if self.parent is not None else 0)
+
     @property
     def known_rows(self) -> int:
         """Rows whose routes are known: all of the parent's but that of its last id."""
         if self.parent is None or self.parent.turn.routes is None:
             return 0
-        return len(self.parent.token_ids) - 1
+        return self.parent.num_tokens - 1
 
 
 @dataclass(eq=False)
@@ -79,9 +86,13 @@ class Node:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All ids up to the last sampled one."""
-        return tuple(
-            token for node in self.path() for part in (node.context.added, node.turn.tokens.tolist()) for token in part
-        )
+        parts = ((node.context.added, node.turn.tokens.tolist()) for node in self.path())
+        return tuple(chain.from_iterable(chain.from_iterable(parts)))
+
+    @property
+    def num_tokens(self) -> int:
+        """How many ids there are up to the last sampled one."""
+        return self.context.num_tokens + self.turn.num_sampled
 
     def path(self) -> list[Node]:
         """The answers of its branch from the root on, itself included."""
@@ -124,6 +135,7 @@ class SessionTree:
         """The context of the answer to `messages`. Raises `CheckpointError` where the template cannot write them."""
         history, closing = tuple(messages), self.template.closing(options)
         deepest = self._deepest(history)
+        history = _shared(history, deepest)
         for node in deepest.path()[::-1] if deepest is not None else ():
             text, boundary = self._continued(node, _with_answers(history, node), options, closing, read)
             if boundary is not None:
@@ -202,12 +214,20 @@ class SessionTree:
 
         Among equal ones it is one whose thinking they have, then the newest that nothing continues yet.
         """
+        matching: set[Node] = set()
+        for node in self.nodes:
+            # What an earlier answer has been compared with is not compared again: a parent's conversation comes first.
+            parent = node.parent
+            start = len(parent.context.messages or ()) + 1 if parent is not None else 0
+            if (parent is None or parent in matching) and _begins_with(messages, node, start):
+                matching.add(node)
+        longest = max((len(node.context.messages or ()) for node in matching), default=0)
         candidates = [
-            (len(node.context.messages), _num_alike(messages, node), -node.children, number, node)
+            (_num_alike(messages, node), -node.children, number, node)
             for number, node in enumerate(self.nodes)
-            if node.context.messages is not None and _begins_with(messages, node.context.messages, node.answer)
+            if node in matching and len(node.context.messages or ()) == longest
         ]
-        return max(candidates, key=lambda item: item[:4])[4] if candidates else None
+        return max(candidates, key=lambda item: item[:3])[3] if candidates else None
 
 
 def conversation_of(
@@ -237,13 +257,23 @@ def _shown(node: Node) -> str:
     return node.context.text + (node.answer.body or node.answer.stop or node.answer.end)
 
 
-def _begins_with(messages: tuple[Message, ...], before: tuple[Message, ...], answer: TextAnswer) -> bool:
+def _begins_with(messages: tuple[Message, ...], node: Node, start: int) -> bool:
+    """True when `messages` have the conversation of `node` from message `start` on, and its answer."""
+    before, answer = node.context.messages, node.answer.message
     return (
-        len(messages) > len(before)
-        and answer.message is not None
-        and alike(answer.message, messages[len(before)])
-        and all(map(alike, before, messages))
+        before is not None
+        and answer is not None
+        and len(messages) > len(before)
+        and alike(answer, messages[len(before)])
+        and all(map(alike, before[start:], messages[start:]))
     )
+
+
+def _shared(messages: tuple[Message, ...], node: Node | None) -> tuple[Message, ...]:
+    """`messages`, with the message of `node` itself where it is the same: a long session keeps each of them once."""
+    conversation = () if node is None else (*(node.context.messages or ()), node.answer.message or {})
+    same = (kept if kept == message else message for kept, message in zip(conversation, messages, strict=False))
+    return (*same, *messages[len(conversation) :])
 
 
 def _answers(leaf: Node) -> Iterator[tuple[int, Message]]:

@@ -199,7 +199,7 @@ def write(node: Node, name: str, request: Request, tokens: Tokens) -> Body:
         "stop_reason": _stop_reason(node),
         "stop_sequence": node.answer.stop or None,
         "usage": {
-            "input_tokens": len(node.context.token_ids),
+            "input_tokens": node.context.num_tokens,
             "output_tokens": node.turn.num_sampled,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,

@@ -35,7 +35,7 @@ def head(node: Node, name: str, kind: str) -> Body:
 
 def usage(node: Node) -> dict[str, int]:
     """Tokens before an answer and of it."""
-    prompt, sampled = len(node.context.token_ids), node.turn.num_sampled
+    prompt, sampled = node.context.num_tokens, node.turn.num_sampled
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

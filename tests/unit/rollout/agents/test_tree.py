@@ -66,6 +66,41 @@ def test_trained_ids_are_sampled_ids_in_any_conversation(
     assert len(talk.tree.nodes) == len(talk.contexts)
 
 
+@settings(max_examples=40)
+@given(rng=st.randoms(use_true_random=False), turns=st.integers(1, 6), edits=st.sampled_from([0.3, 0.8]))
+def test_the_answer_that_a_request_goes_on_behind_is_the_one_that_comparing_everything_names(
+    rng: random.Random, turns: int, edits: float
+) -> None:
+    talk = Talk("chatml", rng, edits)
+    talk.go(turns)
+    for end in range(1, len(talk.history) + 1):
+        messages = tuple(map(plain, talk.history[:end]))
+        assert talk.tree._deepest(messages) is searched(talk.tree, messages)
+
+
+def searched(tree: SessionTree, messages: tuple[Message, ...]) -> Node | None:
+    """The longest conversation that `messages` begin with: by most thinking, fewest successors, then the newest."""
+    best: tuple[tuple[int, ...], Node | None] = ((), None)
+    for number, node in enumerate(tree.nodes):
+        path = [(answer.context.messages or (), answer.answer.message or {}) for answer in node.path()]
+        before, answer = path[-1]
+        if len(messages) > len(before) and all(map(alike, [*before, answer], messages)):
+            thinking = sum(same_reasoning(said, messages[len(earlier)]) for earlier, said in path)
+            best = max(best, ((len(before), thinking, -node.children, number), node), key=lambda item: item[0])
+    return best[1]
+
+
+def test_a_long_session_keeps_each_message_once() -> None:
+    """Each request brings the whole conversation anew."""
+    talk = Talk("chatml", random.Random(1), edits=0.0, thinks=0.0)
+    for number in range(20):
+        talk.history.append({"role": "user", "content": f"q{number}"})
+        talk.answer(f"a{number}", ends=True)
+    messages = [message for node in talk.tree.nodes for message in node.context.messages or ()]
+    assert len(messages) == 20 * 20
+    assert len({id(message) for message in messages}) == 2 * 20 - 1
+
+
 def test_thinking_stays_while_tools_work_for_one_question_and_is_cut_after_it() -> None:
     talk = Talk("chatml", random.Random(3), edits=0.0)
     call = '<think>\nadd them\n</think>\n\nI add. <tool_call>\n{"name": "add",  "arguments": {"a": 1}}\n</tool_call>'
