@@ -43,7 +43,7 @@ class Host:
         return cls(alone=False, address=_address_towards(os.environ["MASTER_ADDR"]))
 
     def seen_by_others(self, store: Store) -> Host:
-        """This machine with the address at which the other machines reach it. `store` is that of all ranks."""
+        """This machine with the address at which the other machines reach it. `store` is shared by all ranks."""
         if self.alone:
             return self
         rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -70,7 +70,7 @@ class Host:
 
 
 def push_place(sync: SyncConfig, run_dir: Path, *, on_one_host: bool) -> Path:
-    """The folder in which that of the weight pushes is made: `sync.dir`, or shared memory where there is one.
+    """The folder in which the weight pushes' folder is made: `sync.dir`, or shared memory where there is one.
 
     Ranks on several machines share the run's folder; `on_one_host` as in `Host`.
     """

@@ -97,7 +97,7 @@ def run_job(
 ) -> int:
     """Start what the configuration needs on this host and wait for the learner; returns its exit code.
 
-    It is that of the server where this cannot start, which then has told why on standard error.
+    It is the server's where this cannot start, which then has told why on standard error.
 
     Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
     """
@@ -214,7 +214,7 @@ def _given_up(server: RolloutProcess, signals: Signals) -> int | None:
 
 
 def watch(learner: Learner, signals: Signals, server: RolloutProcess | None = None) -> int:
-    """Wait for the learner; returns its exit code, that of a signal that asked to stop, or that of a failed server.
+    """Wait for the learner; returns its exit code, or the code of a stop signal or of a failed server.
 
     A signal is for the ranks: at the first they finish their step, save and end; at the second they end at once. While
     `server` starts, a signal or its failure ends this wait.

@@ -29,7 +29,7 @@ class ReplayProofError(RuntimeError):
 
 
 class MisalignedError(ReplayProofError):
-    """Recorded routes that are not those of their tokens and layers, found on every rank at the same point."""
+    """Recorded routes that do not belong to their tokens and layers, found on every rank at the same point."""
 
 
 class ReplayRefusedError(ValueError):

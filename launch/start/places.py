@@ -43,7 +43,7 @@ def check_folders(
 
 
 def check_server(rollout: RolloutConfig, num_ranks: int = 0) -> None:
-    """A rollout server of this machine has its GPUs beside those of `num_ranks` learner ranks, and its port.
+    """A rollout server of this machine has its GPUs beside `num_ranks` learner ranks', and its port.
 
     Raises `ConfigError`, `EngineError`.
     """

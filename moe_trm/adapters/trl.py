@@ -43,7 +43,7 @@ class Corrected:
             its routes from; the caller fills and empties it. None: no replay.
         max_local_flip_rate: as of `routing.hf.HFReplayer`.
 
-    All other arguments are those of `GRPOTrainer`.
+    All other arguments are `GRPOTrainer`'s.
 
     Raises:
         ConfigError: rules that cannot be bound or are of batch scope; settings of TRL that would weigh by the same

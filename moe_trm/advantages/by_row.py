@@ -1,7 +1,7 @@
 """Advantages from one reward per sample, compared within the samples of a prompt.
 
 Shape letters: N samples, D reward dimensions. Arrays are NumPy float64; `group_ids` may be any integers in any order.
-Values are those of every sampled token of the row. Token-level estimators are in `batch.token_advantages`.
+There is one value for every sampled token of the row. Token-level estimators are in `batch.token_advantages`.
 
 A sample may be alone in its group, because the others were rejected. `lone` says what it gets: `zero`, for there is
 nothing to compare with, or `reward`, as if the others' mean were 0.

@@ -72,7 +72,7 @@ def turn_grpo(
 ) -> list[Array]:
     """GRPO by turn: A_ik = (G_ik - mean_g) / (std_g + 1e-6), over the samples of the prompt that have a k-th turn.
 
-    G_ik = discount^(K_i - k) R_i is the return of turn k of K_i, the reward being that of the whole sample. So a turn
+    G_ik = discount^(K_i - k) R_i is the return of turn k of K_i, with the reward of the whole sample. So a turn
     is compared with what others got who came as far, and with `discount` below 1 early turns of long conversations
     count less. Every token of a turn carries its value. Where all samples have one turn it is `grpo`. A sample that
     alone has a k-th turn gets G_ik there; 0 with `lone="zero"`.

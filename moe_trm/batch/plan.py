@@ -41,7 +41,7 @@ def plan_step(
     `micro_batch_tokens`.
 
     Samples with all their rows are shuffled into minibatches, or with `whole_groups` the prompts with all their
-    samples. The ranks share each minibatch by rows, so that those of one sample may be on several. With
+    samples. The ranks share each minibatch by rows, so that one sample's may be on several. With
     `micro_batch_tokens` see `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so
     that ranks get like numbers of tokens and micro-batches like lengths. With `packed` micro-batches get like numbers
     of tokens, and `micro_batch_tokens` counts tokens without padding (`batch.packs`). Every rank gets the same number
@@ -69,7 +69,7 @@ def on_one_rank(
     micro_batch_tokens: int | None = None,
     packed: bool = False,
 ) -> tuple[MicroBatch, ...]:
-    """Micro-batches of rows that stay on their rank, at least one. The settings are those of `plan_step`."""
+    """Micro-batches of rows that stay on their rank, at least one. The settings are as for `plan_step`."""
     ordered = sorted(rows, key=lambda row: -row.record.num_tokens)
     [micro_batches] = _shares(ordered, 1, micro_batch_rows, micro_batch_tokens, packed=packed)
     return micro_batches
@@ -99,7 +99,7 @@ def compares_groups(loss: LossConfig, rollout: RolloutConfig, agent: AgentConfig
 def plan_metrics(
     plan: Sequence[Sequence[MiniBatch]], *, packed: bool = False, context: int = 1, tensor: int = 1
 ) -> dict[str, float]:
-    """Balance of the step's plan, in columns that the learner computes: padded tokens, or those of packs.
+    """Balance of the step's plan, in columns that the learner computes: padded tokens, or columns of packs.
 
     Packs have alignment columns where `context` or `tensor` ranks share them. It has the micro-batches per rank, the
     share of padding and alignment, and the imbalance. The imbalance is the excess of the most loaded rank over the mean

@@ -95,7 +95,7 @@ def preset_of(correction: CorrectionConfig) -> Preset | None:
 
 
 def rules_of(correction: CorrectionConfig) -> list[RuleSpec]:
-    """Name and thresholds of every correction, those of the preset first."""
+    """Name and thresholds of every correction, the preset's first."""
     preset = preset_of(correction)
     return [*(preset.rules if preset else ()), *((rule.name, rule.thresholds) for rule in correction.rules)]
 
@@ -146,7 +146,7 @@ def _rule_facts(name: str, thresholds: Mapping[str, float | str]) -> RuleFacts |
 
 
 def loss_facts(loss: LossConfig, preset: Preset | None) -> LossFacts | None:
-    """Facts of the loss, that of the preset where it has one; None: it is of the user's own."""
+    """Facts of the loss, from the preset where it has one; None: the user's own loss."""
     name, parameters = (preset and preset.loss) or (loss.name or DEFAULT_LOSS, {})
     entry = LOSSES.get(name)
     if entry is None:

@@ -40,7 +40,7 @@ class EngineTraits:
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
             `Problem`s. Empty: none.
         model_rules: `package.module:function` that refuses a model which its servers cannot serve, and imports no
-            torch. Its arguments are those of `moe_trm.rollout.servers.model_rules.check_served`. Empty: none.
+            torch. It takes the arguments of `moe_trm.rollout.servers.model_rules.check_served`. Empty: none.
     """
 
     has_weights: bool = True

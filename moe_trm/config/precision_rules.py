@@ -1,4 +1,4 @@
-"""Rules between the arithmetic of the rollout and that of the learner. See `moe_trm.config.rules`."""
+"""Rules between the rollout's arithmetic and the learner's. See `moe_trm.config.rules`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def refusals(config: Config) -> list[Problem]:
 
 
 def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Problem]:
-    """The problems, those of a setting that was chosen by `auto` with the choice and its reason."""
+    """The problems; where `auto` chose the setting, with the choice and its reason."""
     reasons = {choice.key: f" ({choice})" for choice in choices}
     return [replace(problem, got=problem.got + reasons.get(problem.key, "")) for problem in problems]
 

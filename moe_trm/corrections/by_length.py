@@ -6,7 +6,7 @@ log2 length between the knots. An offset per octave follows the rejected share o
 buffer lags behind leaves no lasting error.
 
 Shape letters: B rows, N rows of a step or a buffer, D statistics of a rule, O octaves.
-Source: ours; the offset is that of adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170).
+Source: ours; the offset follows adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LengthTracker:
         self.thresholds = self._made()
 
     def add(self, statistics_ND: Tensor, lengths_N: Tensor) -> None:
-        """Take all rows of one step, of all ranks, which `thresholds` judged; then make those of the next step."""
+        """Take all rows of one step, of all ranks, which `thresholds` judged; then make the next step's thresholds."""
         statistics_ND = statistics_ND.double().nan_to_num(nan=HUGE, posinf=HUGE, neginf=-HUGE)
         octave, rejected = octave_of(lengths_N), (statistics_ND > self.thresholds.at(lengths_N)).any(dim=1)
         for number in self.thresholds.judged().nonzero()[:, 0].tolist():

@@ -68,7 +68,7 @@ def seq_icepop(
 
     Both bounds belong to the band. `score`: `mean` (k_i is the geometric mean of the token ratios), `sum` (their
     product), `max` (the token farthest from 1) or `ln`; not `ser`, which has no sign. `weight="one"` is the 0/1 form,
-    and the only one for `max` and `ln`, which are not the ratio of a row. The band is that of `icepop`; none has been
+    and the only one for `max` and `ln`, which are not the ratio of a row. The band is `icepop`'s; none has been
     published for rows.
     Source: ours, after IcePop (Ring-1T, arXiv 2510.18855).
 

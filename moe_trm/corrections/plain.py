@@ -101,7 +101,7 @@ def correct(
         advantages: `[B, T]`. None: not known here, and rules that read them are refused.
         behavior_logprobs: `[B, T]`, of the learner under the weights that sampled. None: these weights are gone. Then
             rules read `merged`, `update` or `total`.
-        proximal_logprobs: `[B, T]`, of the learner's weights when the step began. None: those of `behavior_logprobs`.
+        proximal_logprobs: `[B, T]`, of the learner's weights when the step began. None: `behavior_logprobs`.
         exact_kl: `[B, T]` KL of each context over a recorded support, where it is known.
         turn_ids: `[B, T]` turn of each token, for rules by turn.
         whole_minibatch: True where these rows are all of the update, over all ranks; rules of batch scope and

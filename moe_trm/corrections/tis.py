@@ -85,7 +85,7 @@ def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: f
     `truncated_fraction` and `raised_fraction` of rows.
     Source: truncated importance sampling as in verl, slime and AReaL.
 
-    When: answers are short (some hundred tokens) and the gradient should be that of whole answers; on long ones see
+    When: answers are short (some hundred tokens) and the gradient should belong to whole answers; on long ones see
     `score` and prefer `token_tis`.
     """
     check_band("seq_tis", floor, cap)

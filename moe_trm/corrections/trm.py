@@ -35,7 +35,7 @@ def trm(
     `score`: `max` (as `trm_max`), `mean` (as `trm_avg`), `ser`, `ln` (as `ln_trm`, with `ln_delta` for its delta), or
     `sum`, the KL of the whole row, which grows with length. `divergence="sampled"`: d = k2 for `max`, k3 for `mean` and
     `sum`, |w - 1| for `ser` and `ln`. `divergence="exact"`: d = KL(mu || pi_theta) of each context, and for `ser` and
-    `ln` min(2, sqrt(2 KL)), which is at least E_mu |w - 1| (Pinsker). Units are those of the named rules.
+    `ln` min(2, sqrt(2 KL)), which is at least E_mu |w - 1| (Pinsker). Units are as for the named rules.
     Source: Trust Region Masking (arXiv 2512.23075).
 
     When: scores are to be compared under one name, or `ser` and `ln_trm` should read the exact divergence.
@@ -126,7 +126,7 @@ def trm_soft(
 
     Rows within the bound count in full, a row twice beyond it half as much (`power` 1), and nothing jumps at the
     bound. `power` -> infinity is `trm`. The weight is a measure of trust, no ratio: it may stand beside a loss that
-    contains one. Scores and divergences are those of `trm`. It bounds the share of far rows, not their distance: the
+    contains one. Scores and divergences are as in `trm`. It bounds the share of far rows, not their distance: the
     guarantees of masking do not hold. Reports `faded_fraction`, the share of rows beyond the bound, which is what a
     `target_reject_rate` chooses. No form is published: the paper names soft masking as future work.
     Source: ours, after Trust Region Masking (arXiv 2512.23075).

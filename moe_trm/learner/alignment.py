@@ -15,7 +15,7 @@ Inner = Callable[[Sequence[Tensor], Sequence[Tensor]], float]
 class GradientAlignment:
     """Gradient alignment control (GAC): keeps small what repeats the gradient before.
 
-    c = <g, p> / (|g| |p|), g the gradient of this update and p that of the one before, both before clipping. Where
+    c = <g, p> / (|g| |p|), g this update's gradient and p the previous one's, both before clipping. Where
     c > limit, g <- g - (1 - limit / c) <g, p> / |p|^2 p. The part of g along p is then limit / c of what it was, and
     what is orthogonal to p stays. The cosine becomes limit / sqrt(1 - c^2 + limit^2): near the limit where c is small,
     and far above it where c is near 1 (at a limit of 0.1, 0.9 becomes 0.224 and 0.999 becomes 0.913). p is always a

@@ -108,7 +108,7 @@ class ExportForm:
     def kept(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors that nothing trains: of layers that predict several tokens at once, and of the vision encoder.
 
-        They are those of `source` bit for bit, or its dequantisation where the export is plain.
+        They equal `source`'s bit for bit, or its dequantisation where the export is plain.
         """
         for name in sorted(self.source.prediction | self.source.vision):
             if self.published:
@@ -117,7 +117,7 @@ class ExportForm:
                 yield name, self.source.read(name)
 
     def config(self) -> dict[str, Any]:
-        """config.json of the export, from that of `source`."""
+        """config.json of the export, from `source`'s."""
         full_config = read_full_config(self.source.folder)
         if not reads_images(full_config):
             return self._announced(full_config)

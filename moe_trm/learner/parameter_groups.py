@@ -26,7 +26,7 @@ class GroupSettings:
 
 
 def settings_of(hf_names: Sequence[str], *, is_matrix: bool, optimizer: OptimizerConfig) -> GroupSettings:
-    """The settings of one parameter that holds the tensors `hf_names`: those of the first group that matches.
+    """The settings of one parameter that holds the tensors `hf_names`, from the first group that matches.
 
     Where no group says otherwise, weight decay acts on matrices only: norm weights and biases are exempt.
 

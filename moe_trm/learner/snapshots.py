@@ -80,7 +80,7 @@ class Snapshots:
 
         A copy of a few bits would lose small moves. So parameters are kept as a sum of two copies in the model's dtype,
         the second under `NAME-rest` with what the first rounds away, which gives bfloat16 16 bits. `save` saves both,
-        and an average goes on after a resumption with the same bits. Buffers are those of the present.
+        and an average goes on after a resumption with the same bits. Buffers are the present ones.
 
         Returns the bytes of both.
         """

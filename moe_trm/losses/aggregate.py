@@ -38,7 +38,7 @@ def aggregate(
     | `seq-mean-token-sum-norm` | sum_i sum_t X keep / (N H) | Dr.GRPO |
 
     N, M and T_i count sampled tokens before any correction: what is rejected contributes nothing and makes nothing else
-    weigh more. A sequence i is a sample: N counts samples, and T_i is that of all rows of the sample.
+    weigh more. A sequence i is a sample: N counts samples, and T_i counts all rows of the sample.
     Source: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783).
 
     Args:

@@ -19,7 +19,7 @@ def dpo(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 0.1) -> TokenLos
     log pi_theta / pi_ref.
 
     With P pairs among the G samples of a prompt, X_i = W G / (2 P) times the sum over the pairs that i is in, so that
-    the mean over rows is that over pairs. Its gradient is that of all pairs, though each row is differentiated in its
+    the mean over rows is that over pairs. Its gradient covers all pairs, though each row is differentiated in its
     own micro-batch alone. Two samples of a prompt make the published pair. A prompt with equal rewards has no pair and
     no gradient. The reference is scored though `kl.coef` is 0, and `kl.teacher` may be it. Needs rewards, group ids
     and the reference's log-probs. Source: online DPO as in Asynchronous RLHF (arXiv 2410.18252).

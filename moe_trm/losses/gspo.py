@@ -39,7 +39,7 @@ def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4,
     """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a
     row.
 
-    With one advantage and one weight a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. This
+    With one advantage and one weight a row, value and gradient equal `gspo`'s. The log-ratio is capped at 10. This
     is `gspo` of verl, which always aggregates it by `seq-mean-token-mean` and takes tokens that a rule on tokens
     rejects out of sigma_i; here they stay in it. Source: GSPO (arXiv 2507.18071).
 

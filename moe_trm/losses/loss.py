@@ -33,7 +33,7 @@ class Loss:
     """A policy loss, callable as `loss(inputs, **parameters) -> TokenLoss`.
 
     Attributes:
-        name: that of the function.
+        name: the function's.
         ratio: the ratio it is written on unless `ratio=` is given: `update` against the proximal policy, `total`
             against the rollout.
         aggregation: how its published form turns token losses into one number.

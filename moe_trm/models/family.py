@@ -70,7 +70,7 @@ class Layer:
     Attributes:
         attention: its kind.
         feed_forward: its kind.
-        tensors: all but those of routed experts.
+        tensors: all but the routed experts'.
         expert: tensors of one routed expert from its number, by Megatron's names inside the expert; none of a dense
             layer.
     """

@@ -90,7 +90,7 @@ def requantize(
 
     Args:
         new_OI: the trained weights.
-        old_OI: those of the start, which `stored` means.
+        old_OI: weights of the start, which `stored` means.
         stored: values and scales.
         block: see the module.
         dtype: in which the weights are read again; distances are of what is read.

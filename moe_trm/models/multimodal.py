@@ -1,4 +1,4 @@
-"""Tensors of models that also read images: those of the text by the names of the text model alone.
+"""Tensors of models that also read images: the text's, by the names of the text model alone.
 
 The text lies under `model.language_model.`, the vision encoder under `model.visual.`. The matrices of a layer's experts
 are in two tensors, `gate_up_proj` `[E, 2I, H]` and `down_proj` `[E, H, I]`, or in one tensor each, as in text models.
@@ -56,7 +56,7 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
     """By its name in the text model, where each tensor lies; tensors of other parts keep their names.
 
     Args:
-        parts: the published tensors, and those of the files that each is made of.
+        parts: the published tensors, and the tensors in files that each is made of.
         hf: config.json of the text.
     """
     experts, width, hidden = num_experts(hf), expert_width(hf), int(hf["hidden_size"])

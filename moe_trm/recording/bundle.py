@@ -47,7 +47,7 @@ class Header(CheckedHeader, kw_only=True):
     mask_violations: list[int]
     rejected: dict[int, str]
     route_groups: list[list[int]]
-    """Numbers of the records with routes, those of one prompt together: their routes are encoded as one group."""
+    """Numbers of the records with routes, grouped by prompt: their routes are encoded as one group."""
     reward_parts: list[dict[str, float]] = msgspec.field(default_factory=list)
     rows: list[int] = msgspec.field(default_factory=list)
     """Place of each record among the rows of its sample; empty: every record is a whole sample."""

@@ -1,4 +1,4 @@
-"""A recording that is already there: a run adds to its own, and never to that of another run."""
+"""A recording that is already there: a run adds to its own, and never to another run's."""
 
 from __future__ import annotations
 

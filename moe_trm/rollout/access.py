@@ -43,7 +43,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @contextmanager
 def giving(run_dir: Path, access: Access) -> Iterator[None]:
-    """The file is there, in place of that of an earlier attempt, until the block ends."""
+    """The file replaces an earlier attempt's, and is there until the block ends."""
     path = run_dir / FILE
     write_private(path, msgspec.json.encode(access))
     try:

@@ -109,7 +109,7 @@ class MiniTable(msgspec.Struct, frozen=True):
 
 
 class BatchTable(msgspec.Struct, frozen=True):
-    """A `TrainBatch`: `rows` are those of all its micro-batches, one behind the other."""
+    """A `TrainBatch`: `rows` has the rows of all its micro-batches, one behind the other."""
 
     step: int
     mini_batches: list[MiniTable]
@@ -135,7 +135,7 @@ def table_of(batch: TrainBatch) -> BatchTable:
 
 
 def batch_of(table: BatchTable) -> TrainBatch:
-    """The batch that `table` was made of; its arrays are parts of those of the table.
+    """The batch that `table` was made of; its arrays are views into the table's.
 
     Raises `ControllerError` for columns that do not fit each other.
     """
@@ -197,7 +197,7 @@ def _mask_table(masks: Sequence[SamplingMask]) -> MaskTable:
 
 
 def _table(kind: type[T], items: Sequence[object], **columns: object) -> T:
-    """A table with these columns, and those of all other fields as they are."""
+    """A table with these columns; all other fields stay as they are."""
     names: tuple[str, ...] = kind.__struct_fields__  # type: ignore[attr-defined]
     return kind(**columns, **{name: _field(name, items) for name in names if name not in columns})
 

@@ -1,6 +1,6 @@
 """The controller's side of a rollout engine: one protocol over engine-neutral types.
 
-The types are those of `moe_trm.types` and `moe_trm.sync.manifest`.
+The types are in `moe_trm.types` and `moe_trm.sync.manifest`.
 Implementations: `sglang` (real servers), `bundle` (a recorded run), and engines of the user's own (docs/pipeline.md).
 """
 

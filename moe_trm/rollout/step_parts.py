@@ -19,7 +19,7 @@ class StepParts:
     Attributes:
         queue_ages: groups that waited when the step was asked for, by age.
         again: groups of earlier steps that it trains again.
-        groups: its own groups, and `samples` those of them that were accepted.
+        groups: its own groups, and `samples` the accepted ones.
         trained: all rows that it trains.
         plan: minibatches of every data-parallel rank.
     """

@@ -35,7 +35,7 @@ class Activity:
 def activity_of(process: int) -> Activity:
     """The counts of one process, by Linux. Raises `OSError` where it or its counts are not there.
 
-    A kernel that does not count the time of waiting counts that of computing.
+    A kernel that does not count waiting time counts computing time.
     """
     fields = stat_fields(Path(f"/proc/{process}/stat"))
     ticks, waited_ns = int(fields[11]) + int(fields[12]), 0

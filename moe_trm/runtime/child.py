@@ -97,7 +97,7 @@ class NotStarted(Exception):
 
 @dataclass
 class _Open:
-    """A call that has not ended. `rounds`: those of the event loop when it was first found late."""
+    """A call that has not ended. `rounds`: rounds of the event loop when it was first found late."""
 
     result: asyncio.Future[Any]
     answer: Answerer | None
@@ -161,7 +161,7 @@ class Child:
             settings: plain data that it begins with.
             descriptor: of memory that both share.
             startup_s: longest time until it is ready.
-            environment: None for that of this process.
+            environment: None for this process's own.
         """
         process = await asyncio.create_subprocess_exec(
             *run_module(module, str(descriptor)),

@@ -1,6 +1,6 @@
 """Names that one process of a machine holds at a time. The kernel frees them when their holder ends, however it ends.
 
-They are in Linux's abstract namespace, so they are names within one network namespace: that of the servers' addresses.
+They are in Linux's abstract namespace, so they are names within the network namespace of the servers' addresses.
 """
 
 from __future__ import annotations

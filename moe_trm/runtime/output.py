@@ -20,7 +20,7 @@ def outliving_readers() -> Iterator[None]:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that becomes that of the null device when its pipe breaks."""
+    """A descriptor that becomes the null device when its pipe breaks."""
 
     def write(self, data: object) -> int:
         try:

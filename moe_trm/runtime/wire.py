@@ -3,7 +3,7 @@
 Never pickle.
 
 A message is a list of frames: the msgpack body first, then the buffers its arrays refer to by index. The first of these
-is that of all small arrays together: a record has ten of them, and a frame costs more than what is in it.
+holds all small arrays together: a record has ten of them, and a frame costs more than what is in it.
 
 An array is `(index, dtype, shape)`, with its first byte in the frame of small arrays (index 1).
 """

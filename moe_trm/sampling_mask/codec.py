@@ -63,7 +63,7 @@ def encode(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> byte
 
 
 def encoded_lengths(mask: SamplingMask, vocab_size: int) -> tuple[int, int]:
-    """Bytes of `encode` without log-probs and with those of `mask`, whose rows are in ascending order of ids.
+    """Bytes of `encode` without log-probs and with `mask`'s, whose rows are in ascending order of ids.
 
     Ids are not written: sizes and vocabulary determine the length of theirs.
     """

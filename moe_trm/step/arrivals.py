@@ -1,7 +1,7 @@
 """A step's samples on their way to the updates: all at once, or one minibatch after the other as they arrive.
 
 With `pipeline.stream` a step's minibatches are its groups in the order of issue, cut into equal parts, and the first
-trains while the last is still being sampled. Anchors are those of the step's start in either case (`step.anchors`). So
+trains while the last is still being sampled. Anchors are taken at the step's start in either case (`step.anchors`). So
 it makes no difference to the result when a part arrives.
 """
 

@@ -31,7 +31,7 @@ class Anchored:
 
     `scores` is empty where the first update's own forward is the anchor. `recovery` says what is known of the weights
     that sampled; `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of
-    the learner's weights. `averaged`: the proximal scores are those of an average of weights.
+    the learner's weights. `averaged`: the proximal scores come from an average of weights.
 
     `kl_coef`: the coefficient of the KL to the batches' `reference_logprobs` in the loss.
     """
@@ -109,7 +109,7 @@ def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> T
     """A-3PO's anchor without a pass: `[B, R]` rollout + alpha (sg[current] - rollout) in log-probs, alpha = age / (age
     + 1).
 
-    The age is `version`, that of the learner's weights at the step's start, minus the one that sampled the token: 0
+    The age is the `version` of the learner's weights at the step's start, minus the one that sampled the token: 0
     keeps the rollout's log-prob, and the older a token, the nearer its anchor is to the policy in training.
     Source: A-3PO (arXiv 2512.06547).
 

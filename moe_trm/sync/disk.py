@@ -203,7 +203,7 @@ def _copy_companions(checkpoint: Path, folder: Path) -> None:
 
 
 def _plain(config: bytes) -> bytes:
-    """config.json of pushed tensors, which are plain also where those of the checkpoint are FP8 or MXFP4."""
+    """config.json of pushed tensors, which are plain also where the checkpoint's are FP8 or MXFP4."""
     data = json.loads(config)
     return config if data.pop("quantization_config", None) is None else json.dumps(data, indent=2).encode()
 

@@ -60,7 +60,7 @@ def write_joined(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, memoryv
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Wide types first, and those of one type together."""
+    """Wide types first, each type together."""
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, _NAMES[tensors[name].dtype]))
 
 

@@ -61,7 +61,7 @@ class FileTask:
     def longer_than(self, room: int) -> list[Prompt]:
         """Training prompts of more than `room` tokens.
 
-        A token is a byte at least. So a prompt whose bytes fit, beside those of the template, is not tokenised.
+        A token is a byte at least. So a prompt whose bytes fit beside the template's is not tokenised.
         """
         around = _bytes_around(self._prompt(self._train[0]), self._train[0])
         long = (

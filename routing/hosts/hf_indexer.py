@@ -186,7 +186,7 @@ class IndexerReplay:
 
 
 def placed(asked: IndexerPass, layer: int, live: Tensor, top_k: int) -> Tensor:
-    """`[B, R, K]` recorded positions of `layer` at their tokens; elsewhere those of `live`.
+    """`[B, R, K]` recorded positions of `layer` at their tokens; elsewhere `live`'s.
 
     A token that sees no more than K gets the first K columns of its sequence, of which causality leaves it all that it
     may see.

@@ -1,7 +1,7 @@
 """Attention of transformers' sparse models over the positions that it is given, which says what it really saw.
 
 It is named through transformers' own `AttentionInterface`. A model under this name hands the indexer's choice through
-to its attention, where the proof of replay compares it with the record. The arithmetic is that of `sdpa`.
+to its attention, where the proof of replay compares it with the record. The arithmetic is `sdpa`'s.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class IndexerReport:
 
     Attributes:
         replayed: tokens of layers with sparse attention that had to see recorded positions; all of them did.
-        sets: recorded sets: those of tokens that see more than K positions, by layer with an indexer of its own.
+        sets: recorded sets of tokens that see more than K positions, by layer with an indexer of its own.
         flips: of these, how many the live indexer would have chosen otherwise, in any position.
         lost, chance: positions of them that it would not have chosen, and how many unrelated sets would lose.
         lost_by_layer: layer id -> `lost / chance`.

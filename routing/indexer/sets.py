@@ -79,7 +79,7 @@ def _side(sets_MK: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def _flip(side: np.ndarray, columns: np.ndarray, top_k: int) -> np.ndarray:
-    """The other side of rows whose smaller one is that of positions left out."""
+    """The other side of rows whose smaller one has the positions left out."""
     flipped = columns < 2 * top_k
     side[flipped] = ~side[flipped] & (np.arange(side.shape[1]) < columns[flipped, None])
     return side

@@ -31,7 +31,7 @@ from routing.judge.flip_bound import FlipBoundError, Suspect, named
 from routing.record.sources import Recorded, ReplayRecords, ReplayReport, RouteSource
 
 RELATED = 1 / 4
-"""Relation from which recorded and live routes are those of one token and layer."""
+"""Relation from which recorded and live routes belong to the same token and layer."""
 PART = 0.2
 """Share of strangers among a sample's tokens from which part of it is wrong."""
 JUDGED = 16
@@ -111,7 +111,7 @@ class SuspectFinding:
 
     Attributes:
         suspect: the sample.
-        in_place: whether its routes are those of its tokens and layers; the router has moved then.
+        in_place: whether its routes belong to its tokens and layers; the router has moved then.
         words: how far its routes agree, and with what.
     """
 

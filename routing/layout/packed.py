@@ -3,7 +3,7 @@
 Shape letters: B rows, R columns of the padded micro-batch, T places of the pack, C = T / cp_size places that this rank
 feeds to the model, N = C / sp_size tokens in router order, S sequences of the pack (rows with tokens).
 
-A pack holds the tokens of each row in turn. Behind those of a row stand the alignment columns that it needs:
+A pack holds the tokens of each row in turn. Behind a row's tokens stand the alignment columns that it needs:
 
 - context parallel: each row takes a multiple of `2 * cp_size` places. It is split into `2 * cp_size` equal chunks, and
   rank `i` owns chunks `i` and `2 * cp_size - 1 - i` of every row, as Megatron-Core and Transformer Engine cut packs;

@@ -9,7 +9,7 @@ UNNAMED = 1 << 62
 
 
 def row_id(sample_id: int, row: int) -> int:
-    """The number of a row, unique within a run; that of the sample itself for its first row."""
+    """The number of a row, unique within a run; the sample's own for its first row."""
     return sample_id + row * ROW_STEP
 
 

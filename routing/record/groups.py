@@ -52,7 +52,7 @@ def encode_group(records: Sequence[RouteRecord], order: Literal["engine", "set"]
     """Records, e.g. of the samples of one prompt, as bytes that hold shared leading rows once.
 
     Args:
-        records: 1 to 65,535 legal records; only those of one model share anything.
+        records: 1 to 65,535 legal records; only records of one model share anything.
         order: as for `routing.encode`. With `set`, rows are compared as sets.
 
     Raises:
@@ -112,7 +112,7 @@ def extend(earlier: RouteRecord, later: RouteRecord, start: int) -> RouteRecord:
 
     Args:
         earlier: covers at least the first `start` rows.
-        later: rows `start, start + 1, ...`; its token digest is that of the whole sequence.
+        later: rows `start, start + 1, ...`; its token digest covers the whole sequence.
 
     Raises:
         RouteError: `rows` (a gap between the two), `layers` (another model).

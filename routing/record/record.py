@@ -88,7 +88,7 @@ class RouteRecord:
         return int(self.experts.shape[2])
 
     def uncover(self, rows: slice | np.ndarray) -> RouteRecord:
-        """The same record without the routes of `rows` (a slice or a bool array), e.g. those of other weights."""
+        """The same record without the routes of `rows` (a slice or a bool array), e.g. of other weights."""
         experts, covered = self.experts.copy(), self.coverage().copy()
         covered[rows] = False
         experts[~covered] = np.arange(self.top_k, dtype=experts.dtype)
@@ -99,7 +99,7 @@ class RouteRecord:
         return np.ones(self.num_rows, dtype=bool) if self.covered is None else self.covered
 
     def select(self, layer_ids: Sequence[int]) -> RouteRecord:
-        """The same record with only `layer_ids`, e.g. those of one pipeline stage.
+        """The same record with only `layer_ids`, e.g. one pipeline stage's.
 
         Raises `RouteError` on a layer that was not recorded.
         """

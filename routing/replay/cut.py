@@ -55,7 +55,7 @@ def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray:
 def first_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout, num_experts: int) -> np.ndarray:
     """`[L, N, K]`: the routes of `stacked_routes` in router order, `rows_B` of them for each row of the micro-batch.
 
-    Places without a route have those of `padding_routes`. Raises `RouteError` (`rows`, `range`).
+    Places without a route have `padding_routes`. Raises `RouteError` (`rows`, `range`).
     """
     if len(rows_B) != layout.batch:
         raise RouteError("rows", "wrong number of route records for the layout", got=len(rows_B), expected=layout.batch)

@@ -42,7 +42,7 @@ class GateProof:
 
     @torch.no_grad()
     def compare(self, layer: int, weights: Tensor, formula: Tensor, due_N: Tensor) -> None:
-        """Count the tokens `due_N` `[N]` whose weights `[N, K]` are not those of `formula`."""
+        """Count the tokens `due_N` `[N]` whose weights `[N, K]` differ from `formula`."""
         self._told = True
         close = torch.isclose(weights.float(), formula.float(), rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
         self._wrong[layer] += (~close & due_N).sum()

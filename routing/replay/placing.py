@@ -35,7 +35,7 @@ def placed_routes(
         layer_ids: the wanted layers.
         num_experts: of the model.
         top_k: of the model.
-        columns: those of this rank; None: all of them.
+        columns: this rank's; None: all of them.
 
     Raises:
         RouteError: `layers`, `shape`, `dtype`, `range`.

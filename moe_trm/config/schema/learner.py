@@ -17,7 +17,7 @@ class ParameterGroup(Section):
     """Regular expression searched for in Hugging Face parameter names, e.g. `mlp\\.gate` (the routers) or
     `embed_tokens`. The first group that matches counts."""
     lr_multiplier: Annotated[float, Field(ge=0)] = 1.0
-    """Their learning rate is this times that of the others."""
+    """Their learning rate, as a multiple of the others'."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Their weight decay; none: `optimizer.weight_decay` on matrices, 0 elsewhere."""
 

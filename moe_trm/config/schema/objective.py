@@ -63,7 +63,7 @@ class CorrectionConfig(Section):
     samples the engine ratio) under any loss that does not hold it already. `bypass_*`: rules and loss on the total
     ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
-    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported. A
+    """Applied together, after the preset's rules: weights multiply, keep masks are joined by AND, each is reported. A
     rule may stand here several times, on another `ratio` each; its metrics are then called
     `correction/NAME@RATIO/...`."""
     batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
@@ -81,7 +81,7 @@ class LossConfig(Section):
 
     name: LossName | None = None
     """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as
-    `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with
+    `path/to/file.py:function` or `package.module:function`. None: the preset's loss, else `ppo_clip`, which with
     corrections on the merged ratio is decoupled PPO."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
     """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
@@ -96,7 +96,7 @@ class LossConfig(Section):
         | None
     ) = None
     """Aggregation of token losses into one number; none: as in the loss's published form (`ppo_clip`: token-mean).
-    Denominators are those of the batch before correction."""
+    Denominators count the batch before correction."""
     rollout_kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of a soft KL to the policy that sampled, (log of current / rollout)^2 / 2 on every sampled token
     whatever corrections reject; 0: none. Try 0.002, which is prime-rl's `kl_tau` of 0.001."""

@@ -60,7 +60,7 @@ class PipelineConfig(Section):
 
     stream: bool = False
     """Minibatches are the groups of a step in the order of issue, and each trains as soon as its groups are there,
-    while the rest of the step is still being sampled. Anchors are those of the step's start in any case, so what is
+    while the rest of the step is still being sampled. Anchors are taken at the step's start in any case, so what is
     trained does not depend on when groups arrive. False: a step begins when its batch is whole, which is shuffled into
     its minibatches."""
 
@@ -80,11 +80,11 @@ class PipelineConfig(Section):
     update if that is more."""
     proximal: Literal["start", "average"] = "start"
     """Weights of the proximal policy, against which updates are clipped: the learner's when the step began (`start`),
-    or an exponentially weighted average of those of all steps so far (`average`, PPO-EWMA). The average costs two
+    or an exponentially weighted average over all steps so far (`average`, PPO-EWMA). The average costs two
     copies of the weights in host memory, and one more pass where `behavior` splits the ratio."""
     proximal_decay: Decay = 0.889
     """`proximal=average`: factor by which the share of a step's weights shrinks with each further step, so that about
-    1 / (1 - decay) steps count. The default is that of the paper, whose steps are optimizer steps."""
+    1 / (1 - decay) steps count. The default comes from the paper, whose steps are optimizer steps."""
 
     reuse_groups: Count = 0
     """Groups of earlier steps that each step trains again, beside its `rollout.prompts_per_step` new ones. They are
@@ -92,7 +92,7 @@ class PipelineConfig(Section):
     max_uses: Annotated[int, Field(ge=2)] = 2
     """`reuse_groups`: steps in which a sample trains at most, the first one included."""
     reuse_tau: Annotated[float, Field(gt=0)] = 1.0
-    """`reuse_groups`: the chance of a group shrinks by exp(-age / tau), age being that of its oldest token in versions.
+    """`reuse_groups`: a group is drawn by exp(-age / tau), where age counts versions since its oldest token.
     A large tau draws evenly."""
     reuse_priority: Literal["age", "spread"] = "age"
     """`reuse_groups`: what besides its age makes a group likelier. `age`: nothing. `spread`: the standard deviation of

@@ -44,7 +44,7 @@ class CheckpointConfig(Section):
     """`auto`: go on from the newest checkpoint of this run whose checksums are right; begin anew where there is none.
     `never`: begin anew; what is there is set aside. Else the path of one checkpoint (`.../step-000100`)."""
     allow_changes: bool = False
-    """Go on with other settings than those of the run's last start, which `settings.jsonl` then keeps. Place,
+    """Go on with settings that differ from the run's last start, which `settings.jsonl` then keeps. Place,
     processes and what a run shows may change without it."""
     export_every: Count = 0
     """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all

@@ -1,7 +1,7 @@
 """Adapters in models of transformers.
 
 transformers holds the experts of a layer in two stacked tensors. A stack gets stacked factors, one for each expert and
-each matrix of the checkpoint in it (`matrices_of`), so that the adapters are those of the other learner.
+each matrix of the checkpoint in it (`matrices_of`), so that the adapters equal the other learner's.
 
 Shape letters: E experts, M matrices of one expert that lie in one stack.
 """

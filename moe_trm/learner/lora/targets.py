@@ -64,7 +64,7 @@ def _adapted_by_config(text: str, lora: LoraConfig) -> frozenset[str]:
 
 
 def modules_of(hf: Mapping[str, Any], checkpoint_names: Collection[str]) -> frozenset[str]:
-    """Names of a model's tensors; those of the checkpoint where its family is not known here."""
+    """Names of a model's tensors; the checkpoint's where its family is not known here."""
     family = find_family(hf)
     return frozenset(checkpoint_names) if family is None else tensor_names(family, hf)
 

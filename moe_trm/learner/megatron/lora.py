@@ -123,7 +123,7 @@ def _adapter(
     dim = dim if group.size() > 1 else None
     all_heads = convert.heads(hf)
     heads = all_heads if dim is None else replace(all_heads, groups=all_heads.groups // group.size())
-    # A rank's rows of queries, keys and values are those of its groups, so that parts pack as the whole does.
+    # A rank has its groups' rows of queries, keys and values, so that parts pack as the whole does.
     alike = torch.empty_like(parameter, device="meta")
     shapes = [tuple(part.shape) for part in convert.unpack(link.packing, alike, heads)]
     parts: list[Factors | tuple[int, ...]] = []

@@ -27,7 +27,7 @@ Interval = tuple[float, float]
 
 
 def t_quantile(degrees: int) -> float:
-    """Two-sided 95% quantile of Student's t; of many degrees that of 15, which is wider."""
+    """Two-sided 95% quantile of Student's t; for more than 15 degrees the quantile of 15, which is wider."""
     return T_95[min(degrees, len(T_95)) - 1]
 
 

@@ -26,7 +26,7 @@ CUTS = {
 
 
 def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -> str:
-    """A figure of the tree of answers in order, in which those of `row` stand out; empty for one answer at most."""
+    """A figure of the tree of answers in order, in which `row`'s stand out; empty for one answer at most."""
     if len(turns) < 2:
         return ""
     columns, lanes = places(turns)
@@ -47,7 +47,7 @@ def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -
 
 
 def tree_lines(turns: Sequence[SessionTurn], row: int) -> list[str]:
-    """One line for each answer, indented by its place in its branch; `*` marks those of `row`."""
+    """One line for each answer, indented by its place in its branch; `*` marks `row`'s answers."""
     columns, _ = places(turns)
     return [
         f"{'  ' * columns[place]}{'*' if turn.row == row else '-'} answer {place}: {words(turns, place)}"

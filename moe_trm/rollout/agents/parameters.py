@@ -87,7 +87,7 @@ COMMON = frozenset({"model", "stream", "chat_template_kwargs"})
 
 
 def effective(body: object, known: frozenset[str]) -> dict[str, Any]:
-    """The fields that have a value; `known` are those of the dialect.
+    """The fields that have a value; `known` are the dialect's fields.
 
     Raises `ApiError` for a field that is unknown, asks for another distribution, or for another model.
     """

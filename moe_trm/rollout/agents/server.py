@@ -226,7 +226,7 @@ class AgentServer:
 
 
 def _key(request: web.Request) -> str:
-    """The key that a client shows, in the header of OpenAI's clients or in that of Anthropic's; empty without one."""
+    """The key that a client shows, in the header that OpenAI's or Anthropic's clients use; empty without one."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 

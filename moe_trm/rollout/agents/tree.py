@@ -1,6 +1,6 @@
 """Tree of one session's requests, as ids: what an agent's messages continue, and the record of every branch. Pure.
 
-A node is one answer of the policy. Its ids are those of its parent, then the ids of what was said in between, then the
+A node is one answer of the policy. Its ids are its parent's, then the ids of what was said in between, then the
 sampled ones. Ids are stored once, where they came up, and never change. A request continues the deepest node whose
 conversation it begins with, if the chat template leaves the text up to there as it was. Elsewhere it begins another
 branch at the last node for which that holds, or at the root.
@@ -35,7 +35,7 @@ class Context:
         parent: the answer before it in its branch; None at the root.
         messages: of the request; None for a completion.
         text: all of it, as the template writes it.
-        added: `[A]` ids behind those of the parent; the policy did not sample them.
+        added: `[A]` ids behind the parent's; the policy did not sample them.
         rewritten: the template would write the parent's answer in another form.
         cut: why the messages continue an answer that the ids do not; empty where that is not so.
     """
@@ -59,7 +59,7 @@ class Context:
 
     @property
     def known_rows(self) -> int:
-        """Rows whose routes are known: all of the parent's but that of its last id."""
+        """Rows whose routes are known: all of the parent's but its last id's."""
         if self.parent is None or self.parent.turn.routes is None:
             return 0
         return self.parent.num_tokens - 1
@@ -302,7 +302,7 @@ def _with_answers(messages: Sequence[Message], leaf: Node, *, thinking: bool = F
 
 
 def _lost_thinking(messages: Sequence[Message], leaf: Node) -> Cut:
-    """The first difference between the thinking in `messages` and that of the branch."""
+    """The first difference between the thinking in `messages` and in the branch."""
     for place, answer in _answers(leaf):
         if not same_reasoning(answer, messages[place]):
             return "thinking_edited" if "reasoning_content" in messages[place] else "thinking_dropped"

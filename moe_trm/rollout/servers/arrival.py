@@ -35,7 +35,7 @@ class Arrival:
 
     @property
     def state(self) -> ServerState:
-        """Figures of a wait that is on; those of a server in service before it and after."""
+        """Figures of a wait that is on; before and after it, of a server in service."""
         if self._waits_since is None:
             return ServerState(self._url)
         return ServerState(self._url, awaited_s=time.monotonic() - self._waits_since, limit_s=self._limit_s)

@@ -79,7 +79,7 @@ class EngineHttp:
         """The body of a successful answer.
 
         Raises `AnswerTooLong`, `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError`
-        at once for 4xx other than 429. `timeout_s` and `attempts` replace those of this connection.
+        at once for 4xx other than 429. `timeout_s` and `attempts` replace this connection's.
         """
         attempts, timeout_s = attempts or self._max_attempts, timeout_s or self._timeout_s
         for attempt in range(attempts):

@@ -1,4 +1,4 @@
-"""GPUs of one machine: those of its rollout servers and those of its learner ranks, from the configuration alone.
+"""The GPUs of one machine, shared out between rollout servers and learner ranks from the configuration alone.
 
 The planner counts by this rule and the launchers place by it. torchrun numbers its ranks from 0, and rank r computes on
 GPU r. So the learner has the first GPUs and the servers have the last ones, each its own. With `rollout.colocate` both

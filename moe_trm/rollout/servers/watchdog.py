@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """A running server and the thread that watches it. A context manager: leaving it ends both.
 
-    The arguments are those of `start_server`; `log_path` gets the output of all its lives. `max_restarts`,
+    The arguments are as for `start_server`; `log_path` gets the output of all its lives. `max_restarts`,
     `silence_timeout_s` and `hang_timeout_s` of `rollout.server` are read too. Raises as `start_server`, the first time
     only.
     """

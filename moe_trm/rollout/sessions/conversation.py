@@ -49,7 +49,7 @@ class Conversation:
 
     @property
     def known_rows(self) -> int:
-        """Rows whose routes are known: all but those of the last sampled token and of the tokens after it."""
+        """Rows whose routes are known: all before the last sampled token."""
         return self._routes.num_rows if self._routes is not None else 0
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class Conversation:
         """The record, up to the last sampled token: the policy never saw the text appended after it.
 
         `keep_changed`: keep a sample whose routes the engine computed again, without them; else reject it.
-        `finish_reason`: of the whole; None: that of the last answer.
+        `finish_reason`: of the whole; None: the last answer's.
 
         Raises `RecordRejected`: `empty_output` (no answer), `version_span` and `retracted` (recomputed routes, after
         the weights changed and under unchanged ones).

@@ -138,7 +138,7 @@ class ServerCheck:
     async def _probe_model(self, http: EngineHttp) -> None:
         """Sample one token: its routes show layers and experts per token.
 
-        The log-prob of the last id exists, that of the next does not.
+        The last id has a log-prob, the next one has none.
         """
         vocab_size = self._model.vocab_size
         probe = Prompt("probe", (0,))
@@ -156,7 +156,7 @@ class ServerCheck:
                 ) from rejection
 
     async def _probe_temperature(self, http: EngineHttp) -> None:
-        """Check that log-probs are those of the tempered distribution. A server can report them at temperature 1
+        """Check that log-probs belong to the tempered distribution. A server can report them at temperature 1
         instead.
 
         Tempered log-probs of the first and the last of a few likeliest ids differ by less.

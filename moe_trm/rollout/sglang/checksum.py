@@ -2,7 +2,7 @@
 
 Every rank of the engine hashes each tensor that it holds (`engine_tensors`): on the CPU the first 8 bytes of the
 SHA-256 of its contiguous bytes, on CUDA the hash of `gpu_hash`. A fused tensor is the concatenation of the slices of
-its parts along the leading axis. So its hash is that of the slices' bytes in order, and neither the fused tensor nor
+its parts along the leading axis. So its hash covers the slices' bytes in order, and neither the fused tensor nor
 the slice of a rank need exist here. What several ranks hold alike is hashed once.
 
 Source: SGLang 0.5.23, `srt/utils/weight_checker.py` and `tensor_hash`.

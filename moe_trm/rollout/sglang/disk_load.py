@@ -1,6 +1,6 @@
 """Weight pushes through files, the engine's side: verify the files, load them, prove what was loaded.
 
-The chain of proof is that of `moe_trm.sync.disk`.
+`moe_trm.sync.disk` has the chain of proof.
 """
 
 from __future__ import annotations

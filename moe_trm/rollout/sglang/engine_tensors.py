@@ -191,7 +191,7 @@ class Layout(NamedTuple):
     as_is: Mapping[str, torch.dtype | None]
     """The dtype in which the engine hashes the bytes of the parts as they are pushed; None: in no dtype."""
     sums: Mapping[str, str]
-    """The engine's tensor of 1 + weight, by that of the weight."""
+    """The engine's tensor of 1 + weight, by the weight's."""
 
 
 @lru_cache(maxsize=4)

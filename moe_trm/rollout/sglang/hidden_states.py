@@ -15,7 +15,7 @@ FLAG = "--debug-tensor-dump-output-folder"
 
 
 def read_states(folder: Path, token_ids: Sequence[int], num_layers: int) -> dict[str, Tensor]:
-    """See `ServerBackend.hidden_states`. A file holds one pass; that of these tokens is taken."""
+    """See `ServerBackend.hidden_states`. A file holds one pass; the pass over these tokens is taken."""
     for path in sorted(folder.rglob("Pass*.pt"), reverse=True):
         dumped = torch.load(path, map_location="cpu", weights_only=True)
         if dumped["model.forward_batch_info.input_ids"].tolist() == [*token_ids]:

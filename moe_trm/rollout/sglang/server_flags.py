@@ -88,6 +88,6 @@ def _routes(rollout: RolloutConfig) -> Iterator[Problem]:
 
 
 def _meant(name: str) -> str:
-    """The argument of which `name` is a beginning; a short one may be that of many, and SGLang refuses it itself."""
+    """The argument of which `name` is a beginning; a short one may begin many, and SGLang refuses it itself."""
     matches = [flag for flag in (*SETTINGS, *BREAKS) if len(name) > len("--") + 3 and flag.startswith(name)]
     return matches[0] if matches else ""

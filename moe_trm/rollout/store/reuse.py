@@ -113,7 +113,7 @@ class ReuseBuffer:
 
 
 def with_weights(rows: Sequence[TrainRow], again: Sequence[Again]) -> list[TrainRow]:
-    """The rows of a step, those of groups that it trains again with the weight of their draw."""
+    """The rows of a step; groups that it trains again have the weight of their draw."""
     weights = {reused.group.group_id: reused.weight for reused in again}
     return [
         replace(row, weight=weights[row.record.group_id]) if row.record.group_id in weights else row for row in rows

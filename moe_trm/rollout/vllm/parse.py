@@ -88,7 +88,7 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
     """Check one answer against every invariant that it can break by itself. Raises `RecordRejected` as this module
     says.
 
-    Log-probs are those of the distribution that was sampled from: `--logprobs-mode processed_logprobs`. Where it is
+    Log-probs belong to the distribution that was sampled from: `--logprobs-mode processed_logprobs`. Where it is
     truncated, the probability of the kept ids in the vocabulary is not told, and `full_logprobs` is NaN.
     """
     answer, fields = _decoded(body), question.requested

@@ -26,7 +26,7 @@ POSITIONS = (64, 256, 1024, 4096, 16384)
 MARGINS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 """Lower ends of the classes of router margin, without the first.
 
-The unit is that of the scores by which the router chooses: probabilities, or sigmoids with their bias.
+The unit is the router's scores, by which it chooses: probabilities, or sigmoids with their bias.
 """
 
 

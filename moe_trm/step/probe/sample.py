@@ -40,7 +40,7 @@ from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, Trai
 LEAST_ROWS = 32
 """Rows of a sample at least: a standard error over fewer says little."""
 STREAM = 0x9B0BE
-"""Third word of the seed, so that these draws are not those of the step's plan."""
+"""Third word of the seed, so that these draws differ from the step's plan."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ProbeRows:
         records: the rows of each.
         anchored: the minibatches that these are, in the micro-batches of the anchors; none of drawn rows.
         num_rows, total_rows: n and N.
-        token_fraction: scored tokens of the sample by those of the step.
+        token_fraction: scored tokens of the sample, divided by the step's.
     """
 
     batches: Sequence[TokenBatch]

@@ -15,7 +15,7 @@ from moe_trm.tools.experiment.arms import Arm
 from moe_trm.tools.experiment.primary import measure_of
 
 SHARE = re.compile(r"(eval/(?:[^/]+/)?)(?:accuracy|pass_at_\d+|avg_at_(\d+))")
-"""Evaluations that are a share of right answers; those of `avg_at_K` are of K answers to each prompt."""
+"""Evaluations that are a share of right answers; `avg_at_K` takes K answers to each prompt."""
 LEAST_PAIRS = 3
 """Seeds that both arms need before anything is claimed."""
 

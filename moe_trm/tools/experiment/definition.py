@@ -31,7 +31,7 @@ class ExperimentFile(Section):
     overrides: tuple[str, ...] = ()
     """`section.key=value` of every run."""
     arms: dict[str, tuple[str, ...]]
-    """By name: the overrides that make an arm, after those of every run. An empty list is the base as it is."""
+    """By name: the overrides that make an arm, after the overrides of every run. An empty list is the base as it is."""
     baseline: str | None = None
     """The arm that the others are compared with; none: the first."""
     seeds: tuple[Count, ...]

@@ -42,9 +42,9 @@ Serve = Callable[[ExperimentPlan], AbstractContextManager[SharedServer]]
 
 @contextmanager
 def serve(plan: ExperimentPlan) -> Iterator[SharedServer]:
-    """The server of the baseline's settings, which are those of all arms, inside the `with`.
+    """The server of the baseline's settings, which all arms share, inside the `with`.
 
-    It is watched and restarted as that of any run. Raises `CheckpointError` and `EngineError` as a run's start does.
+    It is watched and restarted like any run's. Raises `CheckpointError` and `EngineError` as a run's start does.
     """
     from moe_trm.rollout.servers.backend import Served
     from moe_trm.rollout.servers.watchdog import Watchdog

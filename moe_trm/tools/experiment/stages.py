@@ -17,7 +17,7 @@ class RunStage:
 
     Attributes:
         result: the file that an evaluation leaves; None for the training, whose end the books keep.
-        environment: variables beside those of this process.
+        environment: variables beside this process's own.
     """
 
     name: str

@@ -148,7 +148,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
     if normed or not copies:
         kept_bytes += projected
     rotated = dim * rotary_share(hf)
-    # Cosines and sines, once for the queries and once for the keys. Layers share those of a pack.
+    # Cosines and sines, once for the queries and once for the keys. Layers share a pack's.
     is_shared = kernels == "plain packed" and rotated == dim and not family_of(hf, "config.json").yarn(hf)
     return kept_bytes, 0.0 if is_shared else 4 * size * rotated
 

@@ -1,4 +1,4 @@
-"""Lengths of answers: those of a recording, or a log-normal cut off at the longest answer."""
+"""Lengths of answers: from a recording, or a log-normal cut off at the longest answer."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _adapted(modules: Mapping[str, int], family: Family, hf: HfConfig, rank: int
 
 
 def _packed(name: str, family: Family, hf: HfConfig) -> tuple[str, ...]:
-    """Modules of the matrices that lie in one parameter with that of `name`."""
+    """Modules of the matrices that share a parameter with `name`'s."""
     owner = name.rpartition(".")[2]
     latent = "kv_lora_rank" in hf and ".self_attn." in f".{name}"
     for group in TOGETHER:

@@ -45,7 +45,7 @@ BASES: Mapping[MemoryKind, Basis] = {
     "buckets": "given",
     "other": "assumed",
 }
-"""By kind: what it rests on. The same rules were measured for the layers of a CPU, not for those of GPUs."""
+"""By kind: what it rests on. The same rules were measured for the layers of a CPU, not of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Load:
 
     Attributes:
         tokens: of the largest micro-batch, padding included.
-        sampled: those of them that are scored.
+        sampled: the scored ones among them.
         world: learner ranks.
         keeps_masks: log-probs are computed over the kept ids (`sampling_mask.mode=keep`), otherwise the vocabulary.
         replays: routes are replayed or recorded.

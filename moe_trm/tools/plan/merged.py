@@ -21,7 +21,7 @@ FEED_FORWARD: frozenset[Kind] = frozenset(("dense", "router", "experts", "shared
 
 
 class MergedBytes(NamedTuple):
-    """Bytes of a micro-batch that are `kept` until its backward, and those of a layer while it is at `work`."""
+    """Bytes of a micro-batch that are `kept` until its backward, and a layer's while it is at `work`."""
 
     kept: float
     work: float

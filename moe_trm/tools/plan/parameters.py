@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = (
     "shared experts",
 )
 Share = Literal["whole", "tensor", "expert"]
-"""Ranks that divide a tensor: none, those of `learner.parallel.tensor`, or those of the experts."""
+"""Ranks that divide a tensor: none, `learner.parallel.tensor`, or the experts'."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _kind(name: str) -> Kind:
 
 
 def elements_of(name: str, family: Family, hf: HfConfig) -> int:
-    """Elements of a tensor of a layer; for a tensor that holds all experts, those of one."""
+    """Elements of a tensor of a layer; for a tensor that holds all experts, one expert's."""
     hidden, owner = int(hf["hidden_size"]), name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     kind = _kind(name)
     if name.startswith("linear_attn."):

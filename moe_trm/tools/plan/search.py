@@ -221,7 +221,7 @@ def _learners(
 
     @cache
     def working(tensor: int, context: int, recompute: str) -> tuple[float, float]:
-        """Bytes that all layers keep, and those of a layer at work; a tenth less, as stages differ."""
+        """Bytes that all layers keep, and a layer's at work; a tenth less, as stages differ."""
         parallel = ParallelConfig(tensor=tensor, context=context)
         learner = changed(config, "learner", parallel=parallel, recompute=recompute).learner
         arguments = hf, learner, numbers, load.tokens / context

@@ -39,7 +39,7 @@ _SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "initializer_range": 0.02,
 }  # fmt: skip
-"""Of a start of another family: those of the quickstart's model."""
+"""Of a start of another family, from the quickstart's model."""
 
 
 class WarmupError(MoeTrmError):
