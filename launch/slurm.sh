@@ -17,8 +17,7 @@
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Five minutes before the end: end the learner. srun of Slurm 22.05 kills its step then, and what came after the newest
-# checkpoint is made again: set checkpoint.every.
+# Five minutes before the end, the learner finishes its step and saves.
 #SBATCH --signal=B:TERM@300
 
 set -euo pipefail
@@ -53,15 +52,25 @@ server_step=$!
 
 urls=$(join "${servers[@]/#/http://}")
 urls="[${urls//,/:$PORT,}:$PORT]"
-srun --nodes="${#learners[@]}" --ntasks="${#learners[@]}" --nodelist="$(join "${learners[@]}")" \
+srun --job-name=learner --nodes="${#learners[@]}" --ntasks="${#learners[@]}" --nodelist="$(join "${learners[@]}")" \
     python -m torch.distributed.run \
     --nnodes "${#learners[@]}" --nproc-per-node "$RANKS_PER_NODE" --max-restarts 3 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${learners[0]}:29400" \
     -m launch.train "$config" "$@" rollout.trusted_network=true "rollout.urls=$urls" &
 learner_step=$!
 
-# The batch script gets the signal; srun passes it on to torchrun, and torchrun to the ranks.
-trap 'kill -TERM $learner_step' TERM INT
+# The batch script gets the signal, and passes it on to the processes of the learner's step. srun would kill the step.
+# shellcheck disable=SC2329 # the trap calls it
+stop_learner() {
+    local step
+    step=$(squeue --steps --noheader --jobs "$SLURM_JOB_ID" --format '%i %j' | awk '$2 == "learner" { print $1 }')
+    if [[ -n "$step" ]]; then
+        scancel --signal=TERM "$step"
+    else
+        kill -TERM "$learner_step" # it has not begun
+    fi
+}
+trap stop_learner TERM INT
 status=0
 wait $learner_step || status=$?
 # A trapped signal ends the first wait before the learner is done.

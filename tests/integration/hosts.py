@@ -109,16 +109,19 @@ class Host:
     port: Port
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The words that run `command` on this host."""
+        namespace = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        return [*namespace, "bash", "-c", 'hostname "$0" && exec "$@"', self.name, *command]
+
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path
     ) -> subprocess.Popen[bytes]:
         """`command` on this host, in `folder`; its output goes to `log`."""
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
-        named = ["bash", "-c", 'hostname "$0" && exec "$@"', self.name]
         elsewhere = {name: value for name, value in os.environ.items() if name != INTERFACE}  # tests before may set it
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*inside, *named, *command],
+                self.inside(command),
                 stdout=output,
                 stderr=output,
                 # Its rollout engine is a file of these tests, which imports from them.

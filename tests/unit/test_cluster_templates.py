@@ -24,9 +24,18 @@ STUBS = {
 echo "srun $*" >> "$CALLS"
 [[ "$*" == *launch.train* ]] || exec sleep 60
 until grep -q launch.rollout "$CALLS"; do sleep 0.02; done
-trap 'echo asked >> "$CALLS"; sleep 0.5; echo saved >> "$CALLS"; exit 143' TERM
-[[ -z "${LINGER:-}" ]] || { touch "$CALLS.started"; while sleep 0.1; do :; done; }
+[[ -n "${LINGER:-}" ]] || exit 0
+# srun kills what it has started. scancel signals it.
+trap 'echo killed >> "$CALLS"; exit 143' TERM
+trap 'echo asked >> "$CALLS"; sleep 0.5; echo saved >> "$CALLS"; exit 143' USR1
+echo $$ > "$CALLS.learner"
+while sleep 0.1; do :; done
 """,
+    "squeue": """
+[[ "$*" == *"--steps"*"--jobs 77"* ]] && grep -q -- --job-name=learner "$CALLS" || exit 0
+printf "%s\\n" "77.0 serve" "77.1 learner"
+""",
+    "scancel": '[[ "$*" == "--signal=TERM 77.1" ]] && kill -USR1 "$(cat "$CALLS.learner")"',
     "openssl": "echo 0123456789abcdef",
 }
 
@@ -80,7 +89,7 @@ def test_the_slurm_script_starts_servers_and_learners_that_know_each_other(tmp_p
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_slurm_script_waits_for_learners_that_were_asked_to_stop(tmp_path: Path, config: Path) -> None:
     script, calls = slurm_script(tmp_path, config, LINGER="1")
-    while not Path(f"{calls}.started").exists():
+    while not Path(f"{calls}.learner").exists():
         assert script.poll() is None
         time.sleep(0.02)
     script.terminate()
