@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_trm.learner.lora.requested import requested_adapters
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.lora.adapter import A, B, factor_name
 from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.lora.files import CONFIG, WEIGHTS, read_adapter, target_modules, write_adapter
+from moe_trm.learner.lora.requested import requested_adapters
 from moe_trm.learner.lora.targets import adapted_modules, matrix_modules
 from moe_trm.models.hf_config import read_hf_config
 
