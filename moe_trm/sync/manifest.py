@@ -31,11 +31,15 @@ class ScoredText(msgspec.Struct, frozen=True):
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Meeting point of one sending rank with the engine and the witness (distributed method): a separate TCP store."""
+    """Meeting point of one sending rank with the engine and the witness (distributed method): a separate TCP store.
+
+    `bucket_bytes`: size of what the rank broadcasts at once, about (`moe_trm.sync.distributed.in_buckets`).
+    """
 
     group: str
     address: str
     port: int
+    bucket_bytes: int
 
 
 class Share(msgspec.Struct, frozen=True):

@@ -7,10 +7,9 @@ The learner's side is `moe_trm.sync.distributed`. Source: SGLang 0.5.23, `/init_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,9 @@ from moe_trm.rollout.sglang.api import EngineApi, check_label, check_weights, pa
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.rollout.sglang.engine_tensors import EngineShape
 from moe_trm.runtime.patience import patient
-from moe_trm.sync.distributed import broadcast, join_group
+from moe_trm.sync.distributed import broadcast, buckets_of, join_group, tensors_of
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
-from moe_trm.sync.rounding import DTYPES
-from moe_trm.sync.tensors import tensor_digest
-
-BUCKET_BYTES = 256 * 2**20
-"""Most bytes that one request announces: the engine allocates them all before it loads them."""
+from moe_trm.sync.tensors import num_bytes, tensor_digest
 
 
 @dataclass
@@ -78,11 +73,7 @@ class DistributedPush:
         """
         names = [entry.name for share in shares for entry in share.entries]
         checksums = EngineChecksums(names, shape) if shape is not None else None
-        requests = list(
-            chain.from_iterable(
-                ((share.meeting.group, bucket) for bucket in _buckets(share.entries)) for share in shares
-            )
-        )
+        requests = [(share.meeting.group, bucket) for share in shares for bucket in buckets_of(share)]
         damaged: list[str] = []
         async with paused(self.api):
             await self._succeed("/begin_weight_update", {})
@@ -98,6 +89,7 @@ class DistributedPush:
                             "dtypes": [entry.dtype for entry in bucket],
                             "shapes": [list(entry.shape) for entry in bucket],
                             "group_name": group,
+                            "load_format": "flattened_bucket",
                             "flush_cache": last,
                             **labelled,
                         },
@@ -143,25 +135,11 @@ class DistributedPush:
     def _witness(self, group: str, bucket: Sequence[TensorEntry], checksums: EngineChecksums | None) -> list[str]:
         """Receive one bucket; the names whose bytes are not those the owner digested."""
         damaged = []
-        for entry in bucket:
-            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            broadcast(self._groups[group], tensor)
+        data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
+        broadcast(self._groups[group], data)
+        for entry, tensor in tensors_of(bucket, data):
             if tensor_digest(tensor) != entry.digest:
                 damaged.append(entry.name)
             if checksums is not None:
                 checksums.add(entry.name, tensor)
         return damaged
-
-
-def _buckets(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
-    bucket: list[TensorEntry] = []
-    size = 0
-    for entry in entries:
-        entry_bytes = torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
-        if bucket and size + entry_bytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(entry)
-        size += entry_bytes
-    if bucket:
-        yield bucket

@@ -15,6 +15,7 @@ from moe_trm.rollout.servers.ownership import label_of
 from moe_trm.rollout.servers.question import Question, RequestedFields
 from moe_trm.rollout.vllm.parse import parse_turn
 from moe_trm.rollout.vllm.request import generate_request
+from moe_trm.sync.distributed import buckets_of
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import SamplingParams
 
@@ -102,13 +103,17 @@ class VllmClient(ServerClient):
 
     async def receive(self, http: EngineHttp, version: int, shares: Sequence[Share]) -> None:
         """The same from the broadcasts of the learner ranks, with which the worker forms groups the first time."""
-        tensors = [(s.meeting.group, [(e.name, e.dtype, e.shape) for e in s.entries]) for s in shares]
+        buckets = [
+            (share.meeting.group, [(entry.name, entry.dtype, entry.shape) for entry in bucket])
+            for share in shares
+            for bucket in buckets_of(share)
+        ]
         with loading("sync.method=distributed"):
             if not self._joined:
                 meetings = [(share.meeting.group, share.meeting.address, share.meeting.port) for share in shares]
                 await http.post("/moe_trm/join", {"meetings": meetings})
                 self._joined = True
-            workers = await self._push(http, version, {"shares": tensors})
+            workers = await self._push(http, version, {"buckets": buckets})
         _compare(workers, {entry.name: entry.digest for share in shares for entry in share.entries}, "broadcast")
 
     async def _push(self, http: EngineHttp, version: int, weights: Mapping[str, object]) -> list[dict[str, str]]:

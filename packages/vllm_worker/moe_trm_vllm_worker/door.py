@@ -83,7 +83,7 @@ class Door:
 
     async def _load(self, engine: Any, asked: dict[str, Any], send: Send) -> None:
         """Load a push once nothing is being answered, and empty the prefix cache."""
-        work = ("moe_trm_load", asked["folder"]) if "folder" in asked else ("moe_trm_receive", asked["shares"])
+        work = ("moe_trm_load", asked["folder"]) if "folder" in asked else ("moe_trm_receive", asked["buckets"])
         try:
             async with self._loading:
                 async with self._changed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ TIMEOUT = timedelta(seconds=300)
 """Longest wait for a sender, at every broadcast."""
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
+Bucket = tuple[str, list[tuple[str, str, list[int]]]]
+"""A broadcast: its group, and name, dtype and shape of the tensors whose bytes follow each other in it."""
 
 
 class WeightLoader:
@@ -45,9 +48,9 @@ class WeightLoader:
             raise ValueError("a broadcast reaches servers of one worker; others load folders")
         self.groups = {name: _joined(name, address, port) for name, address, port in meetings}
 
-    def moe_trm_receive(self, shares: list[tuple[str, list[tuple[str, str, list[int]]]]]) -> dict[str, str]:
-        """As `moe_trm_load`, from broadcasts: for each group the name, dtype and shape of the tensors, in order."""
-        return self._reload(_received(self.groups, shares))
+    def moe_trm_receive(self, buckets: list[Bucket]) -> dict[str, str]:
+        """As `moe_trm_load`, from broadcasts, in order."""
+        return self._reload(_received(self.groups, buckets))
 
     def _reload(self, tensors: Tensors) -> dict[str, str]:
         digests: dict[str, str] = {}
@@ -70,16 +73,16 @@ def _joined(name: str, address: str, port: int) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(keys, 1, 2, TIMEOUT)
 
 
-def _received(
-    groups: dict[str, dist.ProcessGroupGloo], shares: list[tuple[str, list[tuple[str, str, list[int]]]]]
-) -> Tensors:
+def _received(groups: dict[str, dist.ProcessGroupGloo], buckets: list[Bucket]) -> Tensors:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    for group, entries in shares:
-        for name, dtype, shape in entries:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            groups[group].broadcast([tensor], options).wait()
-            yield name, tensor
+    for group, entries in buckets:
+        dtypes = [getattr(torch, dtype) for _, dtype, _ in entries]
+        sizes = [prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(entries, dtypes, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        groups[group].broadcast([data], options).wait()
+        for (name, _, shape), dtype, part in zip(entries, dtypes, data.split(sizes), strict=True):
+            yield name, part.view(dtype).reshape(shape)
 
 
 def _digested(tensors: Tensors, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

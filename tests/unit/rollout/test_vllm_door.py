@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_trm.sync.distributed import Sender, announce
+from moe_trm.sync.distributed import Sender, announce, buckets_of
+from moe_trm.sync.manifest import Share
 from moe_trm.sync.rounding import Rounding
 from moe_trm.sync.tensors import tensor_digest
 
@@ -210,11 +211,11 @@ def test_a_prefix_cache_that_is_not_emptied_and_a_folder_without_tensors_fail_th
 
 def test_a_broadcast_is_a_push_to_workers_that_have_joined(with_door: Any) -> None:
     async def work(client: Client, vllm: ScriptedVllm) -> None:
-        meetings, shares = [["rank-0", "127.0.0.1", 1]], [["rank-0", [["a", "float32", [1]]]]]
+        meetings, buckets = [["rank-0", "127.0.0.1", 1]], [["rank-0", [["a", "float32", [1]]]]]
         assert (await client.ask("/moe_trm/join", {"meetings": meetings}))[0] == 200
-        assert (await client.ask("/moe_trm/weights", {"shares": shares, "version": "4"}))[0] == 200
+        assert (await client.ask("/moe_trm/weights", {"buckets": buckets, "version": "4"}))[0] == 200
         assert await client.version() == "4"
-        assert vllm.asked[:3] == [("moe_trm_join", meetings), ("moe_trm_receive", shares), "reset"]
+        assert vllm.asked[:3] == [("moe_trm_join", meetings), ("moe_trm_receive", buckets), "reset"]
         vllm.refused = "moe_trm_join"
         assert (await client.ask("/moe_trm/join", {"meetings": meetings}))[0] == 400
 
@@ -270,11 +271,13 @@ def test_what_a_learner_rank_broadcasts_is_loaded_and_digested(monkeypatch: pyte
             one.result()
         for sender, own in zip(senders, ranks, strict=True):
             threads.submit(sender.send, own.items(), rounding)
-        shares = [
-            (s.meeting.group, [(e.name, e.dtype, list(e.shape)) for e in entries])
+        buckets = [
+            (s.meeting.group, [(e.name, e.dtype, list(e.shape)) for e in bucket])
             for s, entries in zip(senders, announced, strict=True)
+            for bucket in buckets_of(Share(s.meeting, entries))
         ]
-        assert loader.moe_trm_receive(shares) == {e.name: e.digest for entries in announced for e in entries}
+        assert [len(bucket) for _, bucket in buckets] == [2, 1]
+        assert loader.moe_trm_receive(buckets) == {e.name: e.digest for entries in announced for e in entries}
     for name, tensor in (ranks[0] | ranks[1]).items():
         assert torch.equal(runner.loaded[name], tensor.bfloat16())
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from moe_trm.errors import SyncError
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.runtime.patience import patient
-from moe_trm.sync.distributed import Sender, announce, broadcast, join_group
+from moe_trm.sync.distributed import BUCKET_BYTES, Sender, announce, broadcast, join_group
 from moe_trm.sync.manifest import Share
 from moe_trm.sync.rounding import DTYPES, Rounding
 
@@ -29,6 +29,7 @@ class Engine:
 
     def __init__(self, num_ranks: int, workers: ThreadPoolExecutor) -> None:
         self.held: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
+        self.buckets: list[list[list[str]]] = [[] for _ in range(num_ranks)]
         self._groups: dict[str, list[ProcessGroupGloo]] = {}
         self._workers, self._label = workers, ""
 
@@ -57,15 +58,31 @@ class Engine:
         return join_group(store, body["group_name"], body["rank_offset"] + rank, body["world_size"], timeout)
 
     def _receive(self, rank: int, body: Mapping[str, Any]) -> None:
+        assert body["load_format"] == "flattened_bucket"
+        self.buckets[rank].append(body["names"])
+        places, size = {}, 0
         for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            self.held[rank][name] = torch.empty(shape, dtype=DTYPES[dtype])
-            broadcast(self._groups[body["group_name"]][rank], self.held[rank][name])
+            assert size % DTYPES[dtype].itemsize == 0, "SGLang refuses a tensor that is not aligned"
+            num_bytes = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+            places[name], size = (size, num_bytes, DTYPES[dtype], shape), size + num_bytes
+        data = torch.empty(size, dtype=torch.uint8)
+        broadcast(self._groups[body["group_name"]][rank], data)
+        for name, (begin, num_bytes, kind, shape) in places.items():
+            self.held[rank][name] = data[begin : begin + num_bytes].view(kind).reshape(shape)
 
 
-def push(num_ranks: int, announced: list[dict[str, Tensor]], sent: list[dict[str, Tensor]]) -> Engine:
+def push(
+    num_ranks: int,
+    announced: list[dict[str, Tensor]],
+    sent: list[dict[str, Tensor]],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Engine:
     """The engine after a push of `sent`, a dictionary for each sender."""
     rounding = Rounding("bfloat16")
-    senders = [Sender(f"group{n}", receivers=num_ranks + 1, timeout_s=TIMEOUT_S) for n in range(len(sent))]
+    senders = [
+        Sender(f"group{number}", receivers=num_ranks + 1, timeout_s=TIMEOUT_S, bucket_bytes=bucket_bytes)
+        for number in range(len(sent))
+    ]
     shares = [Share(s.meeting, announce(own.items(), rounding)) for s, own in zip(senders, announced, strict=True)]
 
     async def run(engine: Engine) -> None:
@@ -95,6 +112,16 @@ def test_every_rank_of_the_engine_has_what_every_sender_sent(num_ranks: int) -> 
         assert held.keys() == WEIGHTS.keys()
         for name, tensor in WEIGHTS.items():
             assert torch.equal(held[name], tensor.bfloat16())
+
+
+def test_tensors_travel_in_buckets_in_which_each_is_aligned() -> None:
+    """A bucket ends before it has more than 24 bytes, and before an element that would be at no place for it."""
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"  # float32 among bfloat16
+    weights = {"a": torch.ones(5), bias: torch.arange(2.0), "b": torch.ones(8), "c": torch.ones(1), "d": torch.ones(20)}
+    engine = push(2, [weights], [weights], bucket_bytes=24)
+    assert engine.buckets == [[["a"], [bias, "b"], ["c"], ["d"]]] * 2
+    for name, tensor in weights.items():
+        assert torch.equal(engine.held[1][name], tensor if name == bias else tensor.bfloat16())
 
 
 def test_the_witness_names_the_tensor_that_is_not_the_announced_one() -> None:

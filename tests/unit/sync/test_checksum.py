@@ -25,6 +25,7 @@ from moe_trm.rollout.sglang.checksum import EngineChecksums, compare
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.rollout.sglang.engine_tensors import EngineShape, engine_place
 from moe_trm.sync.disk import finish_push, write_buckets, write_shard
+from moe_trm.sync.distributed import tensors_of
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.sync.tensors import in_lots, tensor_bytes, tensor_digest
@@ -173,13 +174,12 @@ def test_a_broadcast_that_changed_any_tensor_is_witnessed_by_name(monkeypatch: p
         for name, tensor in TENSORS.items()
     ]
     for damaged in [None, *TENSORS]:
-        arriving = iter(entries)
 
-        def receive(_group: object, tensor: torch.Tensor) -> None:
-            name = next(arriving).name  # noqa: B023
-            tensor.copy_(TENSORS[name])
-            if name == damaged:  # noqa: B023
-                tensor.view(-1)[-1] += 1
+        def receive(_group: object, data: torch.Tensor) -> None:
+            for entry, tensor in tensors_of(entries, data):
+                tensor.copy_(TENSORS[entry.name])
+                if entry.name == damaged:  # noqa: B023
+                    tensor.view(-1)[-1] += 1
 
         monkeypatch.setattr(broadcast, "broadcast", receive)
         witness = broadcast.DistributedPush(FakeEngine(TENSORS, "1"))

@@ -14,6 +14,7 @@ from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tiny.families import COMMON
 from moe_trm.step.probe.rounding_shares import roundings
 from moe_trm.sync import distributed
+from moe_trm.sync.manifest import Meeting
 from moe_trm.sync.rounding import NormNoise, Rounding, RouterNoise, computes_in, rounding_of
 from moe_trm.sync.tensors import tensor_digest
 from tests.unit.sections import sections_of
@@ -178,10 +179,13 @@ def test_a_broadcast_is_announced_as_it_is_sent(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(distributed, "broadcast", lambda _group, tensor: sent.append(tensor))
     sender = object.__new__(distributed.Sender)
     sender._group = None  # type: ignore[assignment]
+    sender.meeting = Meeting("group", "127.0.0.1", 1, distributed.BUCKET_BYTES)
     for rounding in (Rounding("bfloat16"), Rounding("float32", noises=(NOISE,)).at(20)):
         sent.clear()
         entries = distributed.announce(tensors.items(), rounding)
         sender.send(tensors.items(), rounding)
-        assert [entry.digest for entry in entries] == [tensor_digest(tensor) for tensor in sent]
+        [bucket] = sent
+        received = [tensor for _, tensor in distributed.tensors_of(entries, bucket)]
+        assert [entry.digest for entry in entries] == [*map(tensor_digest, received)]
         assert [entry.name for entry in entries] == [*tensors]
-        assert bool((sent[0] != 1).any()) == bool(rounding.noises)
+        assert bool((received[0] != 1).any()) == bool(rounding.noises)
