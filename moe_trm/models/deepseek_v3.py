@@ -34,7 +34,8 @@ def latent_attention(hf: HfConfig, _layer: int) -> Attention:
 def _megatron(hf: HfConfig) -> dict[str, object]:
     return {
         "multi_latent_attention": True,
-        "qk_layernorm": True,
+        # Megatron-Core 0.19 would norm queries that have no latent, too.
+        "qk_layernorm": bool(hf.get("q_lora_rank")),
         "q_lora_rank": hf.get("q_lora_rank"),
         "kv_lora_rank": int(hf["kv_lora_rank"]),
         "qk_head_dim": int(hf["qk_nope_head_dim"]),

@@ -165,10 +165,13 @@ def _install_plain_router_bias() -> None:
 
 def _install_latent_attention() -> None:
     import megatron.core.transformer.multi_latent_attention as latent
+    from megatron.core.post_training.modelopt.layers import Linear
 
     # multi_latent_attention.py:60 believes that Transformer Engine is there when its own wrappers import, which are
     # None without it; :185 then fails.
     latent.HAVE_TE = latent.HAVE_TE and isinstance(latent.TELinear, type)
+    # Without Transformer Engine 0.19 does not import its own `Linear` (:74), which it accepts as a down-projection.
+    latent.Linear = Linear
 
 
 def _install_dispatcher() -> None:

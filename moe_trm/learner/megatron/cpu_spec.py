@@ -61,7 +61,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     else:
         attention.core_attention = CausalSinkAttention if config.softmax_type == "learnable" else CausalAttention
     if config.multi_latent_attention:
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        if config.q_lora_rank:
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -30,7 +30,6 @@ def check_layout(
     _check_model(family, where, parallel, hf_config, exact=config.exact)
     check_routes(config, family.architecture, is_moe=bool(moe_layers(hf_config)))
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
-    _check_latent_queries(family, megatron_version, hf_config)
     _check_divisibility(parallel, hf_config, world_size)
     check_shapes(config.learner, hf_config)
     check_lora(config.learner, hf_config)
@@ -157,18 +156,6 @@ def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: 
             ),
             expected="expert_tensor equal to tensor, or expert > 1, or Megatron-Core 0.17",
             fix="Gradients would be silently wrong. Change the layout or upgrade.",
-        )
-
-
-def _check_latent_queries(family: Family, megatron_version: str, hf_config: Mapping[str, Any]) -> None:
-    is_latent = "latent" in family.attention_kinds(hf_config)
-    if is_latent and not hf_config.get("q_lora_rank") and _release(megatron_version) >= (0, 19):
-        raise ConfigError(
-            "this Megatron-Core norms the queries of latent attention too, also those that have no latent",
-            where="config.json, q_lora_rank",
-            got=f"none, on Megatron-Core {megatron_version}",
-            expected="queries with a latent, or Megatron-Core before 0.19",
-            fix="Set learner.backend=deepspeed.",
         )
 
 

@@ -21,7 +21,7 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron import convert, fp8
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.expert_biases import use_expert_biases
-from moe_trm.learner.megatron.latent_attention import set_latent_epsilon, use_whole_down_projections
+from moe_trm.learner.megatron.latent_attention import norm_keys_alone, set_latent_epsilon, use_whole_down_projections
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.stages import megatron_layout, virtual_stages
@@ -141,6 +141,8 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
     family = family_of(hf, "config.json")
     if config.multi_latent_attention and layers != "transformer_engine":
         use_whole_down_projections(spec)
+    if config.multi_latent_attention and not config.q_lora_rank:
+        norm_keys_alone(spec, is_fused=layers == "transformer_engine")
     if config.num_moe_experts and config.add_bias_linear and layers != "transformer_engine":
         use_expert_biases(spec)
     if family.whole_qk_norms:

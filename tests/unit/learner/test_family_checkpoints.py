@@ -151,14 +151,6 @@ def tiny_config(family: str, **change: object) -> dict[str, Any]:
     return {"architectures": [known.architecture], **shape, **known.tiny, **change}
 
 
-def test_queries_without_a_latent_are_refused_where_megatron_would_norm_them() -> None:
-    hf = {"num_experts_per_tok": 2, **tiny_config("deepseek_v3", q_lora_rank=None)}
-    check_layout(config(), "0.18.0", hf)
-    with pytest.raises(ConfigError, match="also those that have no latent"):
-        check_layout(config(), "0.19.2", hf)
-    check_layout(config(), "0.19.2", {**hf, "q_lora_rank": 16})
-
-
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: str) -> None:
     hf = {"num_experts_per_tok": 2, **tiny_config(family)}
