@@ -1,7 +1,8 @@
 """The algorithm on one page. Every learner rank runs it; all ranks make collective calls in the same order.
 
 Synchronous training: the engine serves exactly the learner's weights while it samples. So the behaviour pass is the
-proximal pass (age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping
+proximal pass (age 0), and the first update pass of a step must reproduce it bit for bit, where the learner's passes
+repeat their bits (`Learner.repeats_passes`). With an overlapping
 `pipeline.mode` the controller samples for later steps while this step trains, and a push returns as soon as the engine
 has its files. Pushes are made every `pipeline.push_every` steps.
 """

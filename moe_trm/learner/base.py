@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,6 +52,15 @@ class Training(Weights, Protocol):
     def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None: ...
 
 
+def adds_in_order(device: torch.device, top_k: int) -> bool:
+    """True where the outputs of a token's `top_k` experts are added in a fixed order.
+
+    Megatron-Core adds them with `scatter_add_` (0.19.2, transformer/moe/moe_utils.py:566), and transformers' experts
+    one by one with `index_add_`. On CUDA these add atomically, in any order, which three numbers or more depend on.
+    """
+    return device.type != "cuda" or top_k <= 2
+
+
 class LearnerBase:
     """`Learner` without `score` and `update`, for ranks that hold whole rows and all layers.
 
@@ -59,6 +69,7 @@ class LearnerBase:
         data: the ranks that hold different rows.
         model_moe_layer_ids: None: those of `replayer`.
         noise: on the inputs of layers in updates.
+        repeats_passes: see `Learner`.
     """
 
     def __init__(
@@ -72,7 +83,9 @@ class LearnerBase:
         leads: bool = True,
         model_moe_layer_ids: tuple[int, ...] | None = None,
         noise: LayerNoise | None = None,
+        repeats_passes: bool = True,
     ) -> None:
+        self.repeats_passes = repeats_passes
         self.data_rank, self.data_size, self.leads = data.rank, data.size, leads
         self.device = data.device
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()

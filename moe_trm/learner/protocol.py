@@ -89,6 +89,8 @@ class Learner(Resumable, Protocol):
     """The scored positions, and the values to compare scores with."""
     leads: bool
     """True on the first of the ranks that hold the same rows (shards, slices and stages of one model)."""
+    repeats_passes: bool
+    """True where passes over the same rows, with the same weights and routes, give the same bits (`adds_in_order`)."""
 
     def score(
         self,

@@ -15,7 +15,8 @@ from the weights that sampled, and may have either sign in time.
 
 Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same
 weights, same routes, same micro-batches. It is not made twice, but where the probe asks for it
-(`Probe.anchors_all`). Then `update/first_nonzero_fraction` shows that the two are equal.
+(`Probe.anchors_all`). Then `update/first_nonzero_fraction` shows that the two are equal, where the learner's passes
+repeat their bits.
 
 Source of `interpolate`: A-3PO (arXiv 2512.06547); with v_theta = proximal version + 1, alpha = (v_prox - v_b) /
 (v_theta - v_b).

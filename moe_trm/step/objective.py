@@ -98,7 +98,8 @@ class Objective:
         """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
 
         `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous
-        training their log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
+        training their log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was. Where
+        the learner's passes do not repeat their bits, it is `update/first_reordered_fraction`.
         """
         rules = (*self._recipe.rules, *self._thresholds.rules)
         bound_recipe = replace(self._recipe, rules=rules, loss=self._loss, acts=self._decision.acts)
@@ -156,7 +157,7 @@ class Objective:
                     **diagnostics.acceptance(evidence, correction),
                     **(diagnostics.by_turn(evidence) if self._has_turns else {}),
                     **diagnostics.gradient_power(evidence, correction),
-                    **_first_update(ratios, first and part.scored),
+                    **_first_update(ratios, first and part.scored, repeats=learner.repeats_passes),
                 }
             )
             return torch.stack([*shares.values()]).sum()
@@ -277,9 +278,10 @@ def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict
     return summable.add(summable.mean(f"reference/{name}_kl", value, mask) for name, value in estimates.items())
 
 
-def _first_update(ratios: LogRatios, first: bool) -> dict[str, Tensor]:
+def _first_update(ratios: LogRatios, first: bool, *, repeats: bool) -> dict[str, Tensor]:
     changed = ratios.update.detach() != 0
-    return summable.fraction("update/first_nonzero_fraction", changed, ratios.mask & first)
+    name = "update/first_nonzero_fraction" if repeats else "update/first_reordered_fraction"
+    return summable.fraction(name, changed, ratios.mask & first)
 
 
 def weighed(values_BT: Tensor, row_weights_B: Tensor | None) -> Tensor:

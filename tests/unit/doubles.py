@@ -33,6 +33,7 @@ class StandInLearner(Learner):
     model_moe_layer_ids: tuple[int, ...] = ()
     device: torch.device = torch.device("cpu")
     leads: bool = True
+    repeats_passes: bool = True
 
     def score(
         self,

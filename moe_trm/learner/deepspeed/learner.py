@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trm.learner.base import LearnerBase, check_native, replays
+from moe_trm.learner.base import LearnerBase, adds_in_order, check_native, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
 from moe_trm.learner.deepspeed.state import DeepSpeedState
@@ -65,7 +65,10 @@ class DeepSpeedLearner(LearnerBase):
         noise: LayerNoise | None = None,
     ) -> None:
         assert dist.group.WORLD is not None, "torch.distributed must be initialised"
-        super().__init__(replayer, exporter, snapshots, training, DataGroup(dist.group.WORLD, device), noise=noise)
+        one_by_one = getattr(engine.module.causal.config, "_experts_implementation", None) == "eager"
+        in_order = replayer is None or not one_by_one or adds_in_order(device, replayer.top_k)
+        data = DataGroup(dist.group.WORLD, device)
+        super().__init__(replayer, exporter, snapshots, training, data, noise=noise, repeats_passes=in_order)
         self._engine, self._optimizer = engine, optimizer
         self._temperature, self._device, self._packed = temperature, device, packed
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from moe_trm.learner.base import LearnerBase, replays
+from moe_trm.learner.base import LearnerBase, adds_in_order, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.layer_noise import LayerNoise
@@ -72,6 +72,7 @@ class MegatronLearner(LearnerBase):
             leads=parts.leads,
             model_moe_layer_ids=all_moe_layer_ids(chunks[0].config) if replayer is not None else (),
             noise=noise,
+            repeats_passes=replayer is None or adds_in_order(device, int(chunks[0].config.moe_router_topk)),
         )
         self._chunks, self._wrapped, self._optimizer, self._parts = chunks, wrapped, optimizer, parts
         self._temperature, self._device = temperature, device

@@ -57,6 +57,7 @@ def checks(run: Run) -> list[ProofCheck]:
                "replay/applied_fraction", min, lambda v: v == 1.0),
         _worst(run, "Tokens that the first update pass did not reproduce bit for bit",
                "update/first_nonzero_fraction", max, lambda v: v == 0.0),
+        *_reordered(run),
         _worst(run, f"Live router against the record, at most {bound:g}",
                "routing/local_flip_rate", max, lambda v: v <= bound, "note"),
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
@@ -74,6 +75,13 @@ def checks(run: Run) -> list[ProofCheck]:
             )
         )
     return [*proofs, _books(run)]
+
+
+def _reordered(run: Run) -> list[ProofCheck]:
+    """Of a run whose learner does not repeat its bits, in place of the alarm (`Learner.repeats_passes`)."""
+    values = [value for _, value in run.series("update/first_reordered_fraction") if value is not None]
+    what = "Tokens whose first update pass differs in the order of a sum on the GPU"
+    return [ProofCheck(what, max(values), "note")] if values else []
 
 
 def _books(run: Run) -> ProofCheck:

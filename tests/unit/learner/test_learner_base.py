@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_trm.errors import ConfigError
-from moe_trm.learner.base import LearnerBase, check_native
+from moe_trm.learner.base import LearnerBase, adds_in_order, check_native
 from routing import FlipBoundError, MisalignedError
 from routing.judge.flip_bound import Suspect
 from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayReport
@@ -34,6 +34,11 @@ class Replayer:
 def learner(replayer: Replayer | None, **options: Any) -> LearnerBase:
     data = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))
     return LearnerBase(replayer, None, None, None, data, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("device", "top_k", "in_order"), [("cpu", 8, True), ("cuda", 2, True), ("cuda", 3, False)])
+def test_experts_are_added_in_order_on_a_cpu_and_in_pairs(device: str, top_k: int, in_order: bool) -> None:
+    assert adds_in_order(torch.device(device), top_k) is in_order
 
 
 def test_a_report_holds_every_proof_since_the_last_one() -> None:

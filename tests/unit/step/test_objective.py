@@ -82,6 +82,15 @@ def test_ranks_and_micro_batches_change_nothing(name: str, first: bool) -> None:
     assert any(float(gradient.abs().sum()) > 0 for gradient in whole["gradients"].values())
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_bits_are_compared_where_the_learner_repeats_them(repeats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLearner, "repeats_passes", repeats)
+    metrics = outcome(config(), ranks=1, micro_batch_rows=100, first=True)["metrics"]
+    fractions = {name: value for name, value in metrics.items() if name.startswith("update/first_")}
+    name = "update/first_nonzero_fraction" if repeats else "update/first_reordered_fraction"
+    assert [*fractions] == [name]
+
+
 def test_a_loss_of_the_whole_minibatch_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compute, sizes = losses.BoundLoss.__call__, list[int]()
 

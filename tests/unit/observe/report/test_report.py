@@ -18,6 +18,7 @@ from moe_trm.observe.report.charts import matching
 from moe_trm.observe.report.commands import write
 from moe_trm.observe.report.draw import MOST_POINTS, thinned
 from moe_trm.observe.report.scale import Scale, short, ticks, value_scale
+from moe_trm.observe.report.summary import checks
 from moe_trm.run_folder.run import CHOICES, read_run
 from tests.unit.observe.report.made_run import make_run
 from tests.unit.observe.report.page_reader import PageReader
@@ -157,6 +158,19 @@ def test_proofs_that_fail_are_marked(tmp_path: Path) -> None:
     html = write([run]).read_text()
     assert '<tr class="bad"><td class="mark">✗</td><th scope="row">Replayed token-layers' in html
     assert "First step whose sample ledger does not balance" in html
+
+
+def test_sums_in_another_order_are_worth_a_look_and_break_no_promise(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    rows = rows_of(run)
+    for row in rows:
+        row.pop("update/first_nonzero_fraction", None)
+        row["update/first_reordered_fraction"] = 0.25
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    states = {check.what: (check.value, check.state) for check in checks(read_run(run))}
+    assert states["Tokens whose first update pass differs in the order of a sum on the GPU"] == (0.25, "note")
+    assert states["Tokens that the first update pass did not reproduce bit for bit"] == (None, "none")
+    assert not any("order of a sum" in check.what for check in checks(read_run(make_run(tmp_path / "two"))))
 
 
 def test_anti_patterns_are_those_of_settings_and_of_metrics(tmp_path: Path) -> None:
