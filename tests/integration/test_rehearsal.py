@@ -1,46 +1,139 @@
-"""`moe-trm doctor CONFIG --no-probe`: a configuration of a cluster is judged without its GPUs and its checkpoint."""
+"""`moe-trm doctor CONFIG --no-probe`: shipped configurations are judged without GPUs and without checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moe_trm.cli import main
 from moe_trm.config import load
-from moe_trm.rollout.sglang.backend import ARGUMENT_CHECK
+from moe_trm.learner.megatron.cpu_shim import import_uncompiled
+from moe_trm.learner.megatron.layers import Layers
+from moe_trm.learner.megatron.switches import switches
 from moe_trm.tools.doctor import rehearsal
+from tests.integration.engine_contract.conftest import skip_without
+from tests.published_models import published_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron-Core's import
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CLUSTER = [path for path in CONFIGS if load(path).rollout.server.tensor_parallel > 1]
+NEEDS_SGLANG = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 
 
-def test_there_are_eight_of_them() -> None:
+def test_there_are_eight_for_clusters_and_they_prove_their_pushes() -> None:
     assert len(CLUSTER) == 8
+    for path in CLUSTER:
+        config = load(path)
+        assert (config.rollout.server.tensor_parallel, config.sync.verify) == (8, True), path.stem
+
+
+class Judge:
+    """In place of `subprocess` in the rehearsal: one process imports SGLang for the arguments of all."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.integration.judge_arguments"]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=environment)
+
+    def run(self, command: Sequence[str], **_: Any) -> Any:
+        start = [*command].index("-c") + 1
+        self.process.stdin.write(json.dumps([command[start], command[start + 1 :]]) + "\n")
+        self.process.stdin.flush()
+        code, out, err = json.loads(self.process.stdout.readline())
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    judge = Judge()
+    yield judge
+    judge.process.stdin.close()
+    judge.process.stdout.close()
+    judge.process.wait()
 
 
 @pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The arguments that the engine is to judge, in place of a process for each."""
-    heard: list[list[str]] = []
-
-    def run(command: Sequence[str], **_: Any) -> Any:
-        start = [*command].index(ARGUMENT_CHECK) + 1
-        heard.append([*command[start:]])
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(run=run))
-    return heard
+def judged(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "subprocess", judge)
 
 
-def test_too_few_gpus_fail(
-    words: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def doctor(path: Path, folder: Path, *overrides: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and status and words of each check."""
+    overrides = (f"run_dir={folder}", "rollout.server.port=0", *overrides)
+    code = main(["doctor", str(path), *overrides, "--no-probe", "--json", str(folder / "checks.json")])
+    checks = json.loads((folder / "checks.json").read_text(encoding="utf-8"))["checks"]
+    return code, {check["name"]: (check["status"], check["says"]) for check in checks}
+
+
+@NEEDS_SGLANG
+@pytest.mark.usefixtures("judged")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_passes(path: Path, tmp_path: Path) -> None:
+    config = load(path)
+    skip_without("vllm" if config.rollout.engine == "vllm" else "")
+    # A checkpoint that somebody put there would be judged in its place.
+    code, checks = doctor(path, tmp_path, f"model.checkpoint=absent/{Path(config.model.checkpoint).name}")
+    assert code == 0, {name: says for name, (status, says) in checks.items() if status == "fail"}
+    if path in CLUSTER:
+        assert checks["server's arguments"] == ("ok", "sglang accepts them, for cuda")
+        assert checks["proof of pushes"][0] == "ok"
+        assert "predicted, for each of 8 ranks" in checks["proof of pushes"][1]
+    if config.learner.backend == "megatron":
+        assert "billion parameters on a rank" in checks["layout in Megatron-Core"][1]
+
+
+@NEEDS_SGLANG
+@pytest.mark.usefixtures("judged")
+def test_what_megatron_the_engine_or_the_proof_refuses_is_a_failed_check(tmp_path: Path) -> None:
+    wrong = "rollout.server.extra_args=[--tokenizer-mode, telepathy]"
+    code, checks = doctor(ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml", tmp_path, wrong)
+    assert code == 1
+    assert checks["server's arguments"][0] == "fail"
+    assert "telepathy" in checks["server's arguments"][1]
+
+
+@NEEDS_SGLANG
+@pytest.mark.usefixtures("judged")
+def test_a_server_whose_checksums_are_unknown_is_proved_by_use_or_refused(tmp_path: Path) -> None:
+    kernels = "rollout.server.extra_args=[--moe-runner-backend, flashinfer_trtllm]"
+    path = ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml"
+    _, checks = doctor(path, tmp_path, kernels)
+    assert "every push is proved by use" in checks["proof of pushes"][1], checks
+    assert "moe_runner_backend=flashinfer_trtllm" in checks["proof of pushes"][1]
+    code, checks = doctor(path, tmp_path, kernels, "sync.prove_every=0")
+    assert (code, checks["proof of pushes"][0]) == (1, "fail")
+
+
+def test_too_few_gpus_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    accepting = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout="{}"))
+    monkeypatch.setattr(rehearsal, "subprocess", accepting)
     monkeypatch.setattr("launch.start.places.visible_gpus", lambda: ("0", "1", "2", "3"))
     assert main(["doctor", str(CLUSTER[0]), "--no-probe"]) == 1
     assert "FAIL   GPUs: too few GPUs on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", get_args(Layers))
+def test_switches_are_those_of_the_configuration(layers: Layers) -> None:
+    import_uncompiled()
+    from moe_trm.learner.megatron.model import transformer_config
+
+    learner = load(ROOT / "configs" / "qwen3_30b_a3b.yaml").learner
+    config = transformer_config(published_config("qwen3_30b_a3b"), learner, layers)
+    of_optimizer = {"overlap_grad_reduce", "overlap_param_gather"}
+    states = {key: not switch.why_off for switch in switches(layers, packed=True) for key in switch.keys}
+    assert {key: getattr(config, key) for key in states if key not in of_optimizer} == {
+        key: state for key, state in states.items() if key not in of_optimizer
+    }
+    assert not any(states[key] for key in of_optimizer)

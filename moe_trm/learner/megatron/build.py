@@ -60,7 +60,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     if packed:
         check_packed(layers, hf)
     device = _start_process_group()
-    _start_parallel_groups(config.learner.parallel, config.seed)
+    start_parallel_groups(config.learner.parallel, config.seed)
     model_config = transformer_config(hf, config.learner, layers, exact=config.exact)
     if config.exact:
         exact.install(device)
@@ -146,7 +146,8 @@ def _start_process_group() -> torch.device:
     return device
 
 
-def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
+def start_parallel_groups(parallel: ParallelConfig, seed: int, *, with_gloo: bool = True) -> None:
+    """Megatron's groups of ranks, and its generators. `with_gloo`: and the groups of gloo that it makes beside them."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -154,6 +155,7 @@ def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
+        create_gloo_process_groups=with_gloo,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

@@ -119,8 +119,9 @@ class ServerBackend(AnswerFormat):
         labels_runs: its labels of weights name the run (`ownership.label_of`); else they are bare versions.
         alive_path: of a GET that a server's process answers, whatever its engine does.
         health_path: of a GET that succeeds when the engine generates; 503 while it loads.
-        argument_check: a Python program that takes the arguments of `launch` in place of the server's module, and ends
-            with an error where the engine refuses them; empty: none.
+        argument_check: a Python program that takes the arguments of `launch` in place of the server's module. It ends
+            with an error where the engine refuses them; its last line is the settings that they become, as JSON. Empty:
+            none.
     """
 
     traits: ClassVar[EngineTraits]
@@ -138,6 +139,13 @@ class ServerBackend(AnswerFormat):
         cuda = server_device(rollout.server, cuda=torch.cuda.is_available())[0] == "cuda"
         full_config, where = read_full_config(checkpoint), f"{checkpoint}/config.json"
         check_served(full_config, where, rollout, masks=served.masks, exact=served.exact, cuda=cuda)
+
+    def unpredicted(self, settings: Mapping[str, Any], model: ServedModel) -> str:
+        """The reasons why the checksums of a server with these settings are not predicted; empty: they are.
+
+        `settings`: of `argument_check`.
+        """
+        return ""
 
     def remark(self, checkpoint: Path) -> str:
         """A difference of the served model from the checkpoint's that a run can bear; empty: none is known.

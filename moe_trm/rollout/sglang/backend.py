@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.errors import EngineLost
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.rollout.servers.backend import ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp, parsed
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.given_tokens import greedy_tokens, scores_of
 from moe_trm.rollout.sglang.hidden_states import FLAG, read_states
 from moe_trm.rollout.sglang.launch import launched
 from moe_trm.rollout.sglang.served_differences import remark_on_epsilons
+from moe_trm.rollout.sglang.served_shape import unpredicted
 from moe_trm.runtime.patience import patient
 
 IDLE_S = 60.0
 """Longest wait for a server whose answers have all come to say that it is idle: a health check may still run."""
 
 ARGUMENT_CHECK = """
-import sys
+import json, sys
+from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
+if sys.argv[-2:] == ["--device", "cuda"]:  # also where there is none
+    override_platform(is_cuda=True).install()
 arguments = prepare_server_args(sys.argv[1:])
 arguments.resolve_once()
 arguments.check_server_args()
+plain = (str, int, float, bool, type(None))
+print("\\n" + json.dumps({name: value for name, value in arguments.resolved_dict().items() if type(value) in plain}))
 """
 
 
@@ -42,6 +50,10 @@ class SglangBackend(SglangAnswers, ServerBackend):
     client = staticmethod(SglangClient)
     decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
     hidden_states = staticmethod(read_states)
+
+    def unpredicted(self, settings: Mapping[str, Any], model: ServedModel) -> str:
+        """See `served_shape.unpredicted`."""
+        return unpredicted(settings, model)
 
     def remark(self, checkpoint: Path) -> str:
         """See `remark_on_epsilons`."""

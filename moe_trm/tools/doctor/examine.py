@@ -33,7 +33,7 @@ from moe_trm.tasks.tokens import Tokens
 from moe_trm.tools.doctor.causes import Finding, find_cause
 from moe_trm.tools.doctor.environment import environment
 from moe_trm.tools.doctor.probe import Probed, ProbeFailed, zero_update
-from moe_trm.tools.doctor.rehearsal import MEMORY, memory, rehearsal, without_gpu
+from moe_trm.tools.doctor.rehearsal import MEMORY, SWITCHES, fast_switches, memory, rehearsal, without_gpu
 from moe_trm.tools.doctor.served import attached, known_difference
 from moe_trm.tools.plan.needs import needs
 
@@ -84,8 +84,10 @@ def examine(
     for check in _before(config, world_size, absent):
         add(check)
     if not probe:
-        for check in rehearsal(Served.of(config), config.learner, world_size, folder, absent=bool(absent)):
+        for check in rehearsal(Served.of(config), config.learner, config.sync, world_size, folder, absent=bool(absent)):
             add(check)
+        if config.learner.backend == "megatron":
+            add(attempt(SWITCHES, lambda: fast_switches(config.learner, config.model.checkpoint, config.batch.layout)))
         add(attempt(MEMORY, lambda: memory(needs(config, world_size, fused=without_gpu()))))
     if not probe or not examination.healthy:
         add(
@@ -160,7 +162,7 @@ def without_weights(config: Config, world_size: int, absent: str = "") -> Iterat
     yield attempt("layout", layout)
     if absent:
         release = Path(config.model.checkpoint).name
-        says = f"{absent} is not on this machine: judged by the published config.json, {release}"
+        says = f"{absent} is not on this machine: judged by the config.json of {release}"
         yield Check("weights", "skip", says)
         return
     fix = "copy the checkpoint's safetensors and tokenizer there before the run"

@@ -1,31 +1,37 @@
 """A rehearsal of the start, also without GPUs: the GPUs of each side, the server's arguments, the layout, the memory.
 
-Nothing is loaded and no server is started. Megatron-Core's own configuration judges the sizes of the layout. Its
-modules are not built: process groups of a size that a machine has not are private to torch.
+Nothing is loaded and no server is started. Without a GPU, Megatron-Core builds the first and the last rank of the
+layout on torch's meta device, among process groups of the real sizes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from launch.start.checks import Check, attempt
 from launch.start.places import check_gpus
-from moe_trm.config.schema import LearnerConfig, RolloutConfig
-from moe_trm.errors import EngineError
+from moe_trm.config.schema import LearnerConfig, RolloutConfig, SyncConfig
+from moe_trm.errors import ConfigError, EngineError
 from moe_trm.learner.megatron.layers import layers_here
+from moe_trm.learner.megatron.switches import switches
 from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.registry import FAMILIES
+from moe_trm.models.tiny.families import tiny_family
 from moe_trm.rollout.servers.backend import Served, backend_of
 from moe_trm.rollout.servers.placement import gpus_of, place
 from moe_trm.rollout.servers.process import last_words
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.python import run_instead
 from moe_trm.tools.plan.commands import PUBLISHED, published
 from moe_trm.tools.plan.needs import Needs
@@ -33,37 +39,52 @@ from moe_trm.tools.plan.needs import Needs
 ARGUMENTS_S = 900.0
 """Longest time for an engine to import its modules and to judge its arguments, on a loaded machine."""
 ARGUMENTS, GPUS, LAYOUT, MEMORY = "server's arguments", "GPUs", "layout in Megatron-Core", "memory on GPUs"
+PROOF, SWITCHES = "proof of pushes", "fast paths of Megatron-Core"
+STARTS = {"quickstart_start": "qwen3_moe", "gsm8k_tiny": "qwen3_moe", "hybrid_start": "qwen3_next"}
+"""Tiny checkpoints that a command makes, by the name of their folder, and their family."""
 
 
 def described(checkpoint: str, folder: Path) -> str | None:
-    """A folder with the published config.json of a model whose checkpoint is not on this machine.
+    """A folder with the config.json of a model whose checkpoint is not on this machine.
 
-    The model is known by the name of its folder. None where the checkpoint is here, or its name is not known.
+    The model is known by the name of its folder: a published one, or a tiny one of `STARTS`. None where the checkpoint
+    is here, or its name is not known.
     """
     name = re.sub(r"[.-]", "_", Path(checkpoint).name.lower())
-    known = [each for each in published() if name.startswith(each)]
+    known = [each for each in (*published(), *STARTS) if name.startswith(each)]
     if Path(checkpoint).exists() or not known:
         return None
     release = folder / max(known, key=len)
     release.mkdir()
-    shutil.copyfile(PUBLISHED / f"{release.name}.json", release / "config.json")
+    if family := STARTS.get(release.name):
+        config = tiny_family(family).config
+        config.architectures = [FAMILIES[family].architecture]
+        config.save_pretrained(release)
+    else:
+        shutil.copyfile(PUBLISHED / f"{release.name}.json", release / "config.json")
     return str(release)
 
 
-def rehearsal(served: Served, learner: LearnerConfig, num_ranks: int, folder: Path, *, absent: bool) -> Iterator[Check]:
+def rehearsal(
+    served: Served, learner: LearnerConfig, sync: SyncConfig, num_ranks: int, folder: Path, *, absent: bool
+) -> Iterator[Check]:
     """Each check; `folder` is for files.
 
-    A run whose server has several GPUs or shares them, or whose checkpoint is `absent`, is judged as on machines with
-    GPUs. Others are judged as on this one.
+    A run whose server has several GPUs or shares them, or whose checkpoint is `absent` and not tiny, is judged as on
+    machines with GPUs. Others are judged as on this one.
     """
-    rollout = served.rollout
-    if absent or rollout.colocate or gpus_of(rollout) > 1:
+    rollout, checkpoint = served.rollout, Path(served.model.checkpoint)
+    is_large = absent and checkpoint.name not in STARTS
+    if is_large or rollout.colocate or gpus_of(rollout) > 1:
         server = rollout.server.model_copy(update={"device": "cuda"})
         rollout = rollout.model_copy(update={"server": server})
+        served = replace(served, rollout=rollout)
     yield attempt(GPUS, lambda: _gpus(rollout, num_ranks))
-    yield attempt(ARGUMENTS, lambda: _arguments(replace(served, rollout=rollout), folder))
+    settings: dict[str, Any] = {}
+    yield attempt(ARGUMENTS, lambda: _arguments(served, folder, settings))
+    yield attempt(PROOF, lambda: _proof(rollout, sync, ServedModel.from_checkpoint(checkpoint), settings))
     if learner.backend == "megatron":
-        yield attempt(LAYOUT, lambda: _layout(served.model.checkpoint, learner, exact=served.exact))
+        yield attempt(LAYOUT, lambda: _layout(str(checkpoint), learner, num_ranks, exact=served.exact))
 
 
 def _gpus(rollout: RolloutConfig, num_ranks: int) -> Check | str:
@@ -85,8 +106,8 @@ def _spans(sides: Sequence[range]) -> str:
     return ", ".join([f"learner {learner}", *(f"server {server}" for server in servers)])
 
 
-def _arguments(served: Served, folder: Path) -> Check | str:
-    """The engine reads and resolves the command line that a start would use."""
+def _arguments(served: Served, folder: Path, settings: dict[str, Any]) -> Check | str:
+    """The engine reads and resolves the command line that a start would use, into `settings`."""
     rollout = served.rollout
     if not rollout.starts_server:
         return Check(ARGUMENTS, "skip", "no server is started")
@@ -98,6 +119,8 @@ def _arguments(served: Served, folder: Path) -> Check | str:
         return Check(ARGUMENTS, "skip", f"{', '.join(missing)} is not installed here")
     with backend.launch(served, rollout.server.port, "rehearsal", folder) as launch:
         words = run_instead(backend.argument_check, launch.command)
+        # The engine would take the device that it finds here.
+        words += ["--device", "cuda"] if rollout.server.device == "cuda" else []
         # Without CUDA the engine is imported for the CPU, whatever device the arguments name.
         here = {"SGLANG_USE_CPU_ENGINE": "1"} if without_gpu() else {}
         environment = {**os.environ, **launch.environment, **here}
@@ -110,23 +133,68 @@ def _arguments(served: Served, folder: Path) -> Check | str:
             expected="arguments that it starts with",
             fix="Change what it names: a setting of rollout.server, or an argument of rollout.server.extra_args.",
         )
+    settings.update(json.loads(done.stdout.splitlines()[-1]))
     return f"{rollout.engine} accepts them, for {rollout.server.device}"
 
 
-def _layout(checkpoint: str, learner: LearnerConfig, *, exact: bool) -> str:
+def _proof(rollout: RolloutConfig, sync: SyncConfig, model: ServedModel, settings: Mapping[str, Any]) -> Check | str:
+    """The proof that a push would get from a server with these `settings`."""
+    if not rollout.traits.has_weights:
+        return Check(PROOF, "skip", "nothing is pushed")
+    if not sync.verify:
+        return Check(PROOF, "warn", "pushes are not verified", "sync.verify=true")
+    backend = backend_of(rollout.engine) if rollout.traits.has_servers else None
+    if backend is not None and backend.argument_check and not settings:
+        return Check(PROOF, "skip", "the settings of the server are not known")
+    reasons = "" if backend is None else backend.unpredicted(settings, model)
+    path = f"by sync.method={sync.method}"
+    if not reasons:
+        ranks = f", for each of {rollout.server.tensor_parallel} ranks" * (rollout.server.tensor_parallel > 1)
+        return f"{path}; the checksums of a server are predicted{ranks}"
+    if rollout.traits.scores_tokens and sync.prove_every:
+        return f"{path}; every push is proved by use, because checksums are not predicted: {reasons}"
+    says = f"nothing would prove a push: its checksums are not predicted ({reasons}), and sync.prove_every=0"
+    return Check(PROOF, "fail", says, "set sync.prove_every=1, or sync.verify=false and accept unproved weights")
+
+
+def _layout(checkpoint: str, learner: LearnerConfig, num_ranks: int, *, exact: bool) -> str:
     from moe_trm.learner.megatron.notices import silence_known_notices
 
     silence_known_notices()
+    from moe_trm.learner.megatron import cpu_shim
+
+    cpu_shim.import_uncompiled()
     from megatron.core import package_info
 
-    from moe_trm.learner.megatron import cpu_shim
     from moe_trm.learner.megatron.model import transformer_config
 
-    if without_gpu():
-        cpu_shim.install()
-    hf = read_hf_config(checkpoint)
-    transformer_config(hf, learner, layers_here(learner, hf), exact=exact)
-    return f"accepted by Megatron-Core {package_info.__version__}"
+    hf, version = read_hf_config(checkpoint), package_info.__version__
+    layers = layers_here(learner, hf)
+    if not without_gpu():
+        # These layers would be on the device at once, whatever device is the default.
+        transformer_config(hf, learner, layers, exact=exact)
+        return f"its sizes are accepted by Megatron-Core {version}"
+    cpu_shim.install()
+    from moe_trm.learner.megatron.on_meta import num_parameters
+
+    ends = {0, num_ranks - 1}
+    try:
+        sizes = [num_parameters(hf, learner, layers, rank, num_ranks, exact=exact) for rank in sorted(ends)]
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Megatron-Core {version} does not build this model in this layout",
+            where="learner.parallel",
+            got=f"{type(error).__name__}: {error}",
+            expected="a model that it builds",
+            fix="Change the layout, or set learner.backend=deepspeed.",
+        ) from error
+    return f"built by Megatron-Core {version}: {max(sizes) / 1e9:,.2f} billion parameters on a rank"
+
+
+def fast_switches(learner: LearnerConfig, checkpoint: str, batch_layout: str) -> str:
+    """A line for each switch: on, or why not."""
+    layers = layers_here(learner, read_hf_config(checkpoint))
+    return "\n".join(map(str, switches(layers, packed=batch_layout == "packed")))
 
 
 def without_gpu() -> bool:
