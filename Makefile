@@ -5,14 +5,15 @@ DOCS_VENV ?= $(VENV)-docs
 # Beside ours and named after it: that is where runs look for vLLM.
 VLLM_VENV := $(VENV)-vllm
 GPU_VENV := $(VENV)-gpu
+OLDER_VENV := $(VENV)-3.11
 SEEDS ?= 0
 BACKEND ?= megatron
 PYTEST_ARGS ?=
 # pyenv puts a version that is not selected on the path as well, and refuses to run it.
 PYENV := $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12)
 PYTHON_3_12 = $(shell for python in python3.12 $(PYENV); do "$$python" --version >/dev/null 2>&1 && { echo "$$python"; break; }; done)
-# The first Python on the path that this project supports; `make PYTHON=/path/to/python3.12 ...` chooses another.
-PYTHON ?= $(shell for python in python3.11 $(PYTHON_3_12) python3 python; do \
+# The newest Python that this project supports and that works here; `make PYTHON=/path/to/python3.11 ...` chooses another.
+PYTHON ?= $(shell for python in $(PYTHON_3_12) python3.11 python3 python; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo "$$python"; break; }; done)
 
 BIN := $(VENV)/bin
@@ -29,11 +30,13 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 # Every process would compile all that it imports again, because the packages are installed without bytecode.
 export PYTHONDONTWRITEBYTECODE :=
+LEARNER_TESTS := tests/integration/test_learner_conformance.py tests/integration/test_learner_megatron.py
+GPU_ENV_TESTS := tests/integration/test_every_module.py tests/integration/test_rehearsal.py tests/integration/test_torchrun.py tests/unit/sync
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py packages/sglang_cpu/*/*/*.py)
 VLLM_WORKER := $(wildcard packages/vllm_worker/*.* packages/vllm_worker/*/*.py)
 START := runs/quickstart-start/warmup.json
 
-.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-fast test-mutants test-all lint types docs clean
+.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-fast test-older test-learners test-gpu-env test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -43,7 +46,7 @@ install: $(STAMP) ## make the virtual environment with everything the CPU lane n
 .venv: $(STAMP)
 
 $(STAMP): requirements/cpu.txt requirements/cuda.txt requirements/install.py pyproject.toml $(SUPPORT)
-	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.11, python3.12, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.12, python3.11, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12)) or sys.exit("MoE-TRM needs Python 3.11 or 3.12; $(PYTHON) is " + sys.version.split()[0])'
 	@echo "installing into $(VENV) (about 2 GB, up to a few minutes)"
 	@$(PYTHON) -m venv --clear $(VENV)
@@ -97,6 +100,23 @@ test-unit: $(STAMP) ## the unit tests alone, in two minutes
 test-fast: $(STAMP)
 	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
+test-older: ## on Python 3.11, in an environment of its own: two steps of the quickstart, and the tests of the learners
+	@$(MAKE) --no-print-directory VENV=$(OLDER_VENV) PYTHON=python3.11 test-learners
+
+test-learners: $(STAMP) $(START)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/moe-trm train configs/quickstart.yaml name=short run_dir=$(dir $(STAMP))runs \
+		checkpoint.resume=never train.steps=2 train.eval_every=0
+	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(LEARNER_TESTS) $(PYTEST_ARGS)
+
+test-gpu-env: $(GPU_VENV)/tested ## in the environment for GPUs, what needs none: modules, learners, pushes, torchrun, the doctor on every configuration
+	$(QUIET_CORES) $(NO_GPU) $(GPU_VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" \
+		$(LEARNER_TESTS) $(GPU_ENV_TESTS) $(PYTEST_ARGS)
+
+$(GPU_VENV)/tested: $(GPU_VENV)/installed requirements/cpu.txt
+	@sed -n '/^# tests and checks/,/^$$/p' requirements/cpu.txt > $(GPU_VENV)/tests.txt
+	@$(GPU_VENV)/bin/python requirements/install.py $(GPU_VENV)/tests.txt
+	@touch $@
+
 test-mutants: $(STAMP) ## change the source in many small wrong ways: some test must notice each
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m tests.mutants
 
@@ -120,5 +140,5 @@ $(DOCS_VENV)/installed: requirements/docs.txt
 	@touch $@
 
 clean: ## remove the virtual environment, caches and build outputs; runs and checkpoints stay
-	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) $(GPU_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) $(GPU_VENV) $(OLDER_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
