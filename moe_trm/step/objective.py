@@ -280,8 +280,9 @@ def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict
 
 def _first_update(ratios: LogRatios, first: bool, *, repeats: bool) -> dict[str, Tensor]:
     changed = ratios.update.detach() != 0
-    name = "update/first_nonzero_fraction" if repeats else "update/first_reordered_fraction"
-    return summable.fraction(name, changed, ratios.mask & first)
+    if repeats:
+        return summable.fraction("update/first_nonzero_fraction", changed, ratios.mask & first)
+    return summable.fraction("update/first_reordered_fraction", changed, ratios.mask & first)
 
 
 def weighed(values_BT: Tensor, row_weights_B: Tensor | None) -> Tensor:
