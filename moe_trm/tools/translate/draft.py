@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_trm.config.load import UNSET
 from moe_trm.config.schema import Config
-from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisionError
+from moe_trm.tools.translate.foreign_setting import Fate, ForeignSetting, NeedsDecisionError
 
 
 @dataclass
@@ -25,7 +25,8 @@ class Draft:
         origins: for each of them, what it was made of.
         translated: by key of the input, our keys.
         to_do: keys that need a decision or could not be read, and why.
-        missing: keys without a counterpart here, or unknown ones, and why.
+        unknown: those of them that are unknown to the translation.
+        missing: keys without a counterpart here, and why.
         remarks: what a reader should know of a translated value.
     """
 
@@ -37,6 +38,7 @@ class Draft:
     origins: dict[str, str] = field(default_factory=dict)
     translated: dict[str, list[str]] = field(default_factory=dict)
     to_do: dict[str, str] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
     missing: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
@@ -101,12 +103,24 @@ class Draft:
         """True when the output says what became of this setting of the input."""
         return key in self.translated or key in self.to_do or key in self.missing
 
-    def list_rest(self, reason_of: Callable[[str, ForeignSetting], tuple[str, bool]]) -> None:
-        """List every setting that no rule has read, with its reason; True beside it asks for a decision."""
+    def list_rest(self, fate_of: Callable[[str, ForeignSetting], Fate]) -> None:
+        """List every setting that no rule has read, with its reason."""
         for key, setting in self.settings.items():
-            if not self.accounted(key):
-                reason, decide = reason_of(key, setting)
-                (self.decide if decide else self.miss)(key, reason)
+            if self.accounted(key):
+                continue
+            fate = fate_of(key, setting)
+            if fate.kind == "harmless":
+                self.miss(key, fate.reason)
+            else:
+                self.decide(key, fate.reason, *fate.ours)
+            if fate.kind == "unknown":
+                self.unknown.add(key)
+
+    def accept_unknown(self) -> None:
+        """Unknown settings are no to-dos: somebody has read their list, and goes on without them."""
+        for key in sorted(self.unknown):
+            self.missing[key] = f"{self.to_do.pop(key)}, and accepted so"
+        self.unknown.clear()
 
     def rule(self, reads: tuple[str, ...], writes: tuple[str, ...], apply: Callable[[Draft], None]) -> None:
         """Run one rule of a translation. What it reads and does not use is listed.
@@ -148,7 +162,8 @@ class Draft:
         """Numbers of settings translated, to do, and without a counterpart."""
         listed = len(self.missing.keys() - self.translated.keys() - self.to_do.keys())
         done = len(self.translated.keys() - self.to_do.keys())
-        return f"{done} settings translated, {len(self.to_do)} to do, {listed} without a counterpart"
+        unknown = f" ({len(self.unknown)} of them unknown)" if self.unknown else ""
+        return f"{done} settings translated, {len(self.to_do)} to do{unknown}, {listed} without a counterpart"
 
     def summary(self) -> str:
         """The fate of the input in numbers, with every to-do and remark; for people."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -44,3 +44,18 @@ def merged(settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
             reason = f"set twice, to {earlier.shown} ({earlier.place}) and to {setting.shown} ({setting.place})"
             by_key[setting.key] = ForeignSetting(setting.key, None, setting.place, setting.shown, reason)
     return by_key
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a setting that no rule has read.
+
+    Attributes:
+        kind: `unknown` is a to-do of a key that no list and no table has.
+        reason: of it.
+        ours: settings of ours that it would decide, and that stay open.
+    """
+
+    kind: Literal["harmless", "to do", "unknown"]
+    reason: str
+    ours: tuple[str, ...] = ()

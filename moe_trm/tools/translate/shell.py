@@ -34,6 +34,7 @@ class Word:
         command: words of one command, array or variable have the same number.
         holder: the array or variable that has it; empty for a command's word. An empty one has one empty word.
         doubt: why it may not count, e.g. `the script decides if this is set`; empty when it does.
+        outside: variables that have their defaults in it, as long as nothing sets them before the script starts.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Word:
     command: int = 0
     holder: str = ""
     doubt: str = ""
+    outside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,16 @@ from pathlib import Path
 from moe_trm.errors import ConfigError
 from moe_trm.tools.translate.draft import Draft
 from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisionError
+from moe_trm.tools.translate.megatron_fp8 import BFLOAT16_LAYERS, fp8
 from moe_trm.tools.translate.slime_correction import CORRECTION
 from moe_trm.tools.translate.slime_run import RUN
 from moe_trm.tools.translate.sources import flag_settings
 from moe_trm.tools.translate.tables import Tables
+from moe_trm.tools.translate.template_variables import template_variables
 from moe_trm.tools.translate.values import MEGATRON_SCHEDULES, Rule, betas
 from moe_trm.tools.translate.words import flag, integer, number, on, only, word, wordly
 
-TABLES = Tables.read("slime", (integer, number, word, flag), wordly)
+TABLES = Tables.read("slime", (integer, number, word, flag), wordly, lists=("slime", "miles"))
 DEFAULTS = {key: (value,) for key, value in TABLES.defaults.items()}
 """Flags have tuples of words."""
 
@@ -57,14 +59,19 @@ def translate(settings: Mapping[str, ForeignSetting], framework: str = "slime", 
             fix="use `moe-trm config from-verl` for verl's YAML and key=value",
         )
     draft = Draft(settings, DEFAULTS, framework, dashes="--")
-    return TABLES.translate(draft, (*_RULES, *CORRECTION, *RUN))
+    variables = template_variables("apply-chat-template-kwargs", settings)
+    return TABLES.translate(draft, (*_RULES, *CORRECTION, *RUN, variables))
 
 
 def _method(draft: Draft) -> None:
     key = "advantage-estimator"
     name = word(draft, key) or "grpo"
     if name not in _ADVANTAGES:
-        raise NeedsDecisionError(key, f"{name}: there is no critic here")
+        known = ", ".join(_ADVANTAGES)
+        reason = (
+            "there is no critic here" if name == "ppo" else f"not an estimator of this translation, which has {known}"
+        )
+        raise NeedsDecisionError(key, f"{name}: {reason}")
     advantage, loss = _ADVANTAGES[name]
     draft.put("advantage.name", advantage, key)
     draft.put("loss.name", loss, key)
@@ -149,9 +156,6 @@ def _layout(draft: Draft) -> None:
 def _precision(draft: Draft) -> None:
     half = on(draft, "fp16")
     draft.put("learner.dtype", "float16" if half else "bfloat16", "fp16" if half else "bf16")
-    recipe, form = word(draft, "fp8-recipe"), word(draft, "fp8-format")
-    if form is not None:
-        draft.put("learner.fp8", recipe or "delayed", *(["fp8-recipe"] if recipe else []), "fp8-format")
     if word(draft, "transformer-impl") == "local":
         draft.put("learner.transformer_engine", "off", "transformer-impl")
     elif word(draft, "transformer-impl") == "transformer_engine":
@@ -230,9 +234,15 @@ _RULES: Sequence[Rule] = (
     ),
     Rule(("qkv-format",), ("batch.layout",), _layout),
     Rule(
-        ("fp16", "bf16", "fp8-recipe", "fp8-format", "transformer-impl"),
-        ("learner.dtype", "learner.fp8", "learner.transformer_engine"),
+        ("fp16", "bf16", "transformer-impl"),
+        ("learner.dtype", "learner.transformer_engine"),
         _precision,
+    ),
+    fp8(
+        "fp8-format",
+        "fp8-recipe",
+        tuple(name.replace("_", "-") for name in BFLOAT16_LAYERS),
+        word,
     ),
     only("optimizer", ("adam",), "the optimizer here is AdamW"),
 )

@@ -33,10 +33,22 @@ def _reward(draft: Draft) -> None:
         raise NeedsDecisionError("rm-type", f"{kind}: slime's own grader; math_verify, or a reward of yours")
 
 
+_OWN = ("sglang_rollout.generate_rollout", "sglang_rollout.generate")
+"""Functions of slime and miles that do what is done here without a function."""
+
+
+def _keeps_sampling(function: str) -> bool:
+    return "async" in function
+
+
 def _rollout_function(draft: Draft) -> None:
     for key in ("custom-generate-function-path", "rollout-function-path"):
         function = word(draft, key)
-        if function is not None:
+        if key == "rollout-function-path" and function is not None and _keeps_sampling(function):
+            continue
+        if function is not None and function.startswith(("slime.", "miles.")) and function.endswith(_OWN):
+            draft.miss(key, "the framework's own function, which samples one answer to each prompt as here")
+        elif function is not None:
             raise NeedsDecisionError(key, f"{function} takes other arguments: write it as in docs/tasks.md")
 
 
@@ -79,7 +91,13 @@ def _filtered(draft: Draft) -> None:
 
 
 def _pipeline(draft: Draft) -> None:
-    program = word(draft, "train.py")
+    program, function = word(draft, "train.py"), word(draft, "rollout-function-path")
+    if function is not None and _keeps_sampling(function):
+        raise NeedsDecisionError(
+            "rollout-function-path",
+            f"{function} samples on while the learner trains: choose pipeline.mode=async, pipeline.max_staleness and "
+            "pipeline.push_every (docs/pipeline.md)",
+        )
     if program is not None:
         one_step = program.endswith("train_async.py")
         draft.put("pipeline.mode", "one_step" if one_step else "sync", "train.py")
@@ -120,6 +138,11 @@ RUN: Sequence[Rule] = (
     Rule(("prompt-data", "input-key"), ("task.prompts",), _task),
     wordly("apply-chat-template", "task.chat", flag),
     Rule(("custom-rm-path", "rm-type"), ("task.reward",), _reward),
+    Rule(
+        ("train.py", "rollout-function-path", "colocate", "partial-rollout"),
+        ("pipeline.mode", "rollout.colocate"),
+        _pipeline,
+    ),
     Rule(("custom-generate-function-path", "rollout-function-path"), ("rollout.function",), _rollout_function),
     Rule(("eval-prompt-data",), ("task.eval_sets",), _evaluation),
     Rule(
@@ -129,7 +152,6 @@ RUN: Sequence[Rule] = (
     ),
     top_k("rollout-top-k", integer),
     Rule(("dynamic-sampling-filter-path", "over-sampling-batch-size"), ("batch.zero_variance",), _filtered),
-    Rule(("train.py", "colocate", "partial-rollout"), ("pipeline.mode", "rollout.colocate"), _pipeline),
     Rule(("save-interval", "save"), ("checkpoint.every", "checkpoint.dir"), _saving),
     Rule((*_TRACKERS, "wandb-project", "wandb-group"), ("observe.sinks", "observe.project"), _tracking),
     Rule(("num-epoch",), ("train.steps",), _length),

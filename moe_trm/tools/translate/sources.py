@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_trm.config.load import read_plain, yaml_value
 from moe_trm.errors import ConfigError
 from moe_trm.tools.translate.foreign_setting import ForeignSetting, merged
+from moe_trm.tools.translate.launcher import launcher_words
 from moe_trm.tools.translate.shell import Word, references, words_of
 from moe_trm.tools.translate.shell_values import filled
 
@@ -32,17 +34,18 @@ OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 _COMPUTED = "the script computes it"
 
 
-def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
+def hydra_settings(path: Path | None, words: Sequence[str] = ()) -> dict[str, ForeignSetting]:
     """verl's settings by dotted key: from Hydra's composed YAML, a list of `key=value`, or a launch script.
 
-    `words` are further `key=value`, which win. `-` is standard input.
+    `words` are further `key=value`, which win. `-` is standard input; none: `words` alone.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    if path.suffix in (".yaml", ".yml"):
-        read = [_composed(key, value) for key, value in _flat(read_plain(path)).items()]
-    else:
+    read: list[ForeignSetting] = []
+    if path is not None and path.suffix in (".yaml", ".yml"):
+        read = [of_file(key, value) for key, value in flat(read_plain(path)).items()]
+    elif path is not None:
         read = list(_hydra_words(_words(path, _MAIN)))
     more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]
     return merged(read) | merged(more)
@@ -55,7 +58,7 @@ def plain_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSe
         ConfigError: the file cannot be read.
     """
     is_yaml = path.suffix in (".yaml", ".yml")
-    read = [] if not is_yaml else [_composed(key, value) for key, value in read_plain(path).items()]
+    read = [] if not is_yaml else [of_file(key, value) for key, value in read_plain(path).items()]
     listed = list(_flags(_words(path, _TRL), _TRL)) if not is_yaml else []
     more = list(_flags([Word(word, 0) for word in words]))
     read += [_single(entry) for entry in listed if entry.key != "train.py"]
@@ -91,20 +94,14 @@ def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, ForeignSet
 
 
 def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
-    if path.suffix == ".py":
-        raise ConfigError(
-            "a Python launcher computes its arguments",
-            where=str(path),
-            got=path.name,
-            expected="the arguments that it passes",
-            fix="save them, e.g. from /proc/PID/cmdline of a running job, and translate that file",
-        )
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "launch script cannot be read", where=str(path), got=str(error), expected="a text file"
         ) from error
+    if path.suffix == ".py":
+        return launcher_words(text, str(path))
     if "\0" in text:
         return [Word(word, 0) for word in text.split("\0") if word]
     words = filled(words_of(text, str(path), starts), text)
@@ -127,7 +124,8 @@ def _check_starts(words: Sequence[Word], path: Path, starts: re.Pattern[str]) ->
 
 
 def _place(word: Word) -> str:
-    return f"line {word.line}" if word.line else ARGUMENTS
+    place = f"line {word.line}" if word.line else ARGUMENTS
+    return place + (f", unless {', '.join(word.outside)} is set outside" if word.outside else "")
 
 
 def _unread(word: Word) -> str:
@@ -227,17 +225,20 @@ def _grouped(words: Sequence[Word]) -> Iterator[ForeignSetting]:
             continue
         name, equals, first = word.text[2:].partition("=")
         values = [first] if equals else []
-        unread = _unread(word)
+        unread, outside = _unread(word), list(word.outside)
         while at < len(words) and not _FLAG.match(words[at].text):
             if words[at].dynamic and _LIST.fullmatch(words[at].text):
                 break
             values.append(words[at].text)
             unread = unread or _unread(words[at])
+            outside += words[at].outside
             at += 1
-        yield ForeignSetting(name, tuple(values), _place(word), " ".join(values) or "on", unread)
+        place = _place(replace(word, outside=tuple(dict.fromkeys(outside))))
+        yield ForeignSetting(name, tuple(values), place, " ".join(values) or "on", unread)
 
 
-def _composed(key: str, value: Any) -> ForeignSetting:
+def of_file(key: str, value: Any) -> ForeignSetting:
+    """A setting as a file of keys has it."""
     if isinstance(value, str) and "${" in value:
         reason = "an interpolation: print the configuration with `--cfg job --resolve`"
         return ForeignSetting(key, None, "", value, reason)
@@ -246,11 +247,12 @@ def _composed(key: str, value: Any) -> ForeignSetting:
     return ForeignSetting(key, value, "", "null" if value is None else str(value))
 
 
-def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+def flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
     if not isinstance(data, dict) or not data:
         return {prefix: data} if prefix else {}
     return {
         leaf: value
         for key, inner in data.items()
-        for leaf, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+        for leaf, value in flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
     }

@@ -10,6 +10,7 @@ from moe_trm.tools.translate.draft import Draft
 from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.tools.translate.sources import plain_settings
 from moe_trm.tools.translate.tables import Tables
+from moe_trm.tools.translate.template_variables import template_variables
 from moe_trm.tools.translate.values import Rule, betas, choice, direct, integer, number, switch, text, top_k
 
 TABLES = Tables.read("trl", (integer, number, text), direct)
@@ -51,7 +52,8 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "trl") -> 
             expected="settings such as num_generations and max_completion_length",
             fix="use `moe-trm config from-verl`, `from-slime` or `from-miles` for theirs",
         )
-    return TABLES.translate(Draft(settings, TABLES.defaults, "trl"), _RULES)
+    variables = template_variables("chat_template_kwargs", settings)
+    return TABLES.translate(Draft(settings, TABLES.defaults, "trl"), (*_RULES, variables))
 
 
 def _prompts(draft: Draft) -> None:
@@ -127,7 +129,8 @@ def _loss(draft: Draft) -> None:
         if loss != "ppo_clip":
             raise NeedsDecisionError("importance_sampling_level", f"{kind} has a ratio for each token here")
         loss = "gspo"
-    draft.put("loss.name", loss, *(key for key in ("loss_type", "importance_sampling_level") if key in draft.settings))
+    named = [key for key in ("loss_type", "importance_sampling_level") if key in draft.settings]
+    draft.put("loss.name", loss, *(named or ["loss_type"]))
     draft.put("loss.aggregation", aggregation, "loss_type")
     if loss == "sapo":
         names = {"tau_positive": "sapo_temperature_pos", "tau_negative": "sapo_temperature_neg"}
@@ -196,6 +199,31 @@ def _engine(draft: Draft) -> None:
         return
     mode = text(draft, "vllm_mode")
     draft.put("rollout.colocate", mode == "colocate", "vllm_mode")
+
+
+def _auxiliary(draft: Draft) -> None:
+    key = "router_aux_loss_coef"
+    coefficient = number(draft, key)
+    if coefficient is None:
+        draft.remark(f"TRL adds the routers' load-balancing loss, by default {key}=0.001: there is none here")
+    elif coefficient:
+        raise NeedsDecisionError(
+            key, "a term of the objective that balances experts: there is none here. Set it to 0, or train without it"
+        )
+    else:
+        draft.same(key)
+
+
+def _adaptive(draft: Draft) -> None:
+    key = "use_adaptive_entropy"
+    if switch(draft, key):
+        draft.translated.pop("entropy_coef", None)
+        raise NeedsDecisionError(key, "the coefficient of the entropy is fixed here: loss.entropy_coef")
+    draft.miss(key, "off, as always here")
+    for name in ("coef_min", "coef_max", "coef_delta", "target"):
+        draft.miss(f"entropy_{name}", "use_adaptive_entropy is off")
+    if draft.values.get("loss.entropy_coef") and draft.values.get("loss.aggregation") != "token-mean":
+        draft.remark("TRL's entropy bonus is a mean over tokens; ours is added up as loss.aggregation has it")
 
 
 def _precision(draft: Draft) -> None:
@@ -284,6 +312,16 @@ _RULES: Sequence[Rule] = (
     ),
     Rule(("beta", "use_bias_correction_kl"), ("kl.coef", "kl.estimator", "kl.ratio"), _kl),
     Rule(("use_vllm", "vllm_mode"), ("rollout.colocate",), _engine),
+    Rule(("router_aux_loss_coef",), (), _auxiliary),
+    Rule(
+        (
+            "use_adaptive_entropy",
+            "entropy_coef",
+            *(f"entropy_{name}" for name in ("coef_min", "coef_max", "coef_delta", "target")),
+        ),
+        ("loss.entropy_coef",),
+        _adaptive,
+    ),
     Rule(("bf16", "fp16"), ("learner.dtype",), _precision),
     Rule(("gradient_checkpointing",), ("learner.recompute",), _recompute),
     Rule(("use_peft", "lora_r", "lora_alpha"), ("learner.lora.rank", "learner.lora.alpha"), _adapters),

@@ -8,8 +8,10 @@ from pathlib import Path
 from moe_trm.errors import ConfigError
 from moe_trm.tools.translate.draft import Draft
 from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisionError
+from moe_trm.tools.translate.megatron_fp8 import BFLOAT16_LAYERS, fp8
 from moe_trm.tools.translate.sources import hydra_settings
 from moe_trm.tools.translate.tables import Tables
+from moe_trm.tools.translate.template_variables import template_variables
 from moe_trm.tools.translate.values import (
     MEGATRON_SCHEDULES,
     Rule,
@@ -31,6 +33,8 @@ MODEL = "actor_rollout_ref.model"
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's base configurations that have these defaults."""
 
+_TRANSFORMER = f"{MEGATRON}.override_transformer_config"
+_PICTURES = ("data.image_key", "data.video_key")
 _UNPADDED = "actor_rollout_ref.model.use_remove_padding"
 
 _ADVANTAGES = {
@@ -68,7 +72,8 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "verl") ->
             fix="use `moe-trm config from-slime` or `from-miles` for lists of --flags",
         )
     draft = Draft(settings, TABLES.defaults, "verl")
-    return TABLES.translate(draft, (*_RULES, *LOSS, *CORRECTION, *KL, *RUN))
+    variables = template_variables("data.apply_chat_template_kwargs", settings)
+    return TABLES.translate(draft, (*_RULES, *LOSS, *CORRECTION, *KL, *RUN, variables))
 
 
 def _base(draft: Draft) -> None:
@@ -204,6 +209,27 @@ def _betas(draft: Draft) -> None:
     draft.put("optimizer.betas", value, key)
 
 
+def _clipped(draft: Draft) -> None:
+    """Megatron reads the bound in its optimizer's settings, and FSDP, torchtitan and VeOmni in the actor's."""
+    keys = (f"{OPTIM}.clip_grad", f"{ACTOR}.grad_clip")
+    read, ignored = keys if text(draft, f"{ACTOR}.strategy") == "megatron" else keys[::-1]
+    if read not in draft.settings and ignored in draft.settings and f"{ACTOR}.strategy" not in draft.settings:
+        read, ignored = ignored, read
+    if (bound := number(draft, read)) is not None:
+        draft.put("optimizer.max_grad_norm", bound, read)
+    draft.miss(ignored, "not read by the learner that is named")
+
+
+def _pictures(draft: Draft) -> None:
+    """A composed file names both fields, whether or not there are pictures; a script names the one that it has."""
+    composed = all(key in draft.settings for key in _PICTURES)
+    for key, name in zip(_PICTURES, ("images", "videos"), strict=True):
+        if composed and draft.take(key) == name:
+            draft.miss(key, "verl's default field, which rows need not have")
+        elif draft.take(key) is not None:
+            draft.decide(key, "pictures and video: prompts are text here, and a row that has any cannot be trained on")
+
+
 def _strategy(draft: Draft) -> None:
     key = f"{ACTOR}.strategy"
     value = text(draft, key)
@@ -332,6 +358,14 @@ _RULES: Sequence[Rule] = (
         _micro_batches,
     ),
     Rule((_UNPADDED,), ("batch.layout",), _layout),
+    fp8(
+        f"{_TRANSFORMER}.fp8",
+        f"{_TRANSFORMER}.fp8_recipe",
+        tuple(f"{_TRANSFORMER}.{name}" for name in BFLOAT16_LAYERS),
+        text,
+    ),
+    Rule(_PICTURES, (), _pictures),
+    Rule((f"{OPTIM}.clip_grad", f"{ACTOR}.grad_clip", f"{ACTOR}.strategy"), ("optimizer.max_grad_norm",), _clipped),
     Rule(
         (
             *(f"{place}.router_replay.mode" for place in (ACTOR, MEGATRON, f"{ACTOR}.veomni")),

@@ -23,7 +23,7 @@ def test_the_file_holds_everything_and_what_is_open_is_refused(
 ) -> None:
     script = tmp_path / "run.sh"
     script.write_text(_SLIME)
-    assert main(["config", "from-slime", str(script), "--mystery", "1"]) == 1
+    assert main(["config", "from-slime", str(script), "--mystery", "1"]) == 3
     printed = capsys.readouterr()
     assert 'checkpoint: "models/none"  # --hf-checkpoint (line 1)' in printed.out
     assert "reward: ???  # to do: --rm-type" in printed.out

@@ -24,7 +24,9 @@ def flags(tmp_path: Path, script: str, *words: str) -> dict[str, ForeignSetting]
     return flag_settings(file, words)
 
 
-@pytest.mark.parametrize("value", ["$((1024*M))", "${N:-${M:-8}}", "$M", "`nproc`", "$(nproc)", '"$M"', "{1,2}"])
+@pytest.mark.parametrize(
+    "value", ["$((1024*M))", "${M:-$(nproc)}", "${M:?set it}", "$M", "`nproc`", "$(nproc)", '"$M"', "{1,2}"]
+)
 def test_a_computed_value_is_a_to_do_of_its_line(tmp_path: Path, value: str) -> None:
     script = f"N=4\npython3 -m verl.trainer.main_ppo \\\n    data.seed=7 \\\n    actor_rollout_ref.rollout.n={value}\n"
     read = hydra(tmp_path, script)
@@ -195,6 +197,33 @@ def test_variables_that_are_set_once_and_arithmetic_are_read(tmp_path: Path) -> 
         "data": ("/data/x.jsonl",),
         "n": ("16",),
     }
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value", "outside"),
+    [
+        ("N=${N:-8}", "$N", "8, unless N"),
+        ('export N="${N:-8}"', "${N}", "8, unless N"),
+        ("N=${N:-${M:-8}}", "$N", "8, unless M, N"),
+        ("M=8\nN=$((M * ${K:-2}))", "$N", "16, unless K"),
+        (': "${N:=8}"  # here', "$N", "8, unless N"),
+        ("N=8", "${N:-3}", "8"),
+        ("N=", "${N:-3}", "???"),
+        ("", "${N:-3}", "3, unless N"),
+        ("", "${N-'3'}", "3, unless N"),
+        ("source other.sh", "${N:-3}", "???"),
+        ("for N in 1 2; do echo; done", "${N:-3}", "???"),
+        ("if [ $X ]; then\n  N=4\nfi", "${N:-3}", "???"),
+        ("", "${N:-~/data}", "???"),
+        ("", "${N:+3}", "???"),
+        ("N=-1", "$N", "-1"),
+    ],
+)
+def test_a_default_is_what_bash_makes_of_it(tmp_path: Path, assignment: str, value: str, outside: str) -> None:
+    setting = flags(tmp_path, f"{assignment}\npython3 train.py --lr 1e-6 --n {value}\n")["n"]
+    expected, _, names = outside.partition(", unless ")
+    assert ("???" if setting.unread else setting.value[0]) == expected
+    assert (f"unless {names} is set outside" if names else "unless") in setting.place or not names
 
 
 @pytest.mark.parametrize(
