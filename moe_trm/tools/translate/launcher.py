@@ -175,7 +175,7 @@ class _Reader:
         before = (
             [replace(piece, doubt=piece.doubt or doubt) for piece in self.texts.get(target.id, [])] if doubt else []
         )
-        self.texts[target.id] = [*before, *pieces]
+        self.texts[target.id] = [*earlier_pieces, *pieces]
         self.values.pop(target.id, None)
         if not doubt:
             with suppress(_OpenError):
@@ -187,23 +187,23 @@ class _Reader:
             for piece in pieces
         ]
 
-    def _branch(self, test: ast.expr, body: Sequence[ast.stmt], other: Sequence[ast.stmt], doubt: str) -> None:
+    def _branch(self, test: ast.expr, body: Sequence[ast.stmt], alternative: Sequence[ast.stmt], doubt: str) -> None:
         self.used.clear()
         try:
-            chosen = body if self.value(test) else other
+            branch = body if self.value(test) else alternative
         except _OpenError:
             self.run(body, doubt or _DECIDES)
-            self.run(other, doubt or _DECIDES)
+            self.run(alternative, doubt or _DECIDES)
             return
         tested, self.tested = self.tested, (*self.tested, *self.used)
-        self.run(chosen, doubt)
+        self.run(branch, doubt)
         self.tested = tested
 
     def _match(self, statement: ast.Match, doubt: str) -> None:
         self.used.clear()
         try:
             subject = self.value(statement.subject)
-            chosen = next(
+            branch = next(
                 (case for case in statement.cases if not case.guard and self._fits(case.pattern, subject)), None
             )
         except _OpenError:
@@ -211,7 +211,7 @@ class _Reader:
                 self.run(case.body, doubt or _DECIDES)
             return
         tested, self.tested = self.tested, (*self.tested, *self.used)
-        self.run(chosen.body if chosen is not None else [], doubt)
+        self.run(branch.body if branch is not None else [], doubt)
         self.tested = tested
 
     def _fits(self, pattern: ast.pattern, subject: Any) -> bool:
@@ -289,9 +289,9 @@ class _Reader:
                 break
         return result
 
-    def _computed(self, sign: ast.AST, left: ast.expr, right: ast.expr) -> Any:
+    def _computed(self, sign: ast.AST, first: ast.expr, second: ast.expr) -> Any:
         try:
-            return _OPERATORS[type(sign)](self.value(left), self.value(right))
+            return _OPERATORS[type(sign)](self.value(first), self.value(second))
         except (TypeError, ZeroDivisionError) as error:
             raise _OpenError from error
 

@@ -106,9 +106,9 @@ def _replaced(word: Word, values: Mapping[str, _Value], set_here: Set[str] | Non
         inner = re.sub(r"[A-Za-z_]\w*", lambda name: value_of(name[0]) or name[0], match[1])
         return match[0] if (value := _arithmetic(inner)) is None else str(value)
 
-    text, before = word.text, ""
-    while text != before:
-        before, text = text, _DEFAULT.sub(default, _NAME.sub(named, text))
+    text, previous_text = word.text, ""
+    while text != previous_text:
+        previous_text, text = text, _DEFAULT.sub(default, _NAME.sub(named, text))
     text = _ARITHMETIC.sub(computed, text)
     if _LEFT.search(text) or (not word.holder and re.search(r"\s", text) and not re.search(r"\s", word.text)):
         return word

@@ -67,9 +67,9 @@ def _method(draft: Draft) -> None:
     key = "advantage-estimator"
     name = word(draft, key) or "grpo"
     if name not in _ADVANTAGES:
-        known = ", ".join(_ADVANTAGES)
+        names = ", ".join(_ADVANTAGES)
         reason = (
-            "there is no critic here" if name == "ppo" else f"not an estimator of this translation, which has {known}"
+            "there is no critic here" if name == "ppo" else f"not an estimator of this translation, which has {names}"
         )
         raise NeedsDecisionError(key, f"{name}: {reason}")
     advantage, loss = _ADVANTAGES[name]

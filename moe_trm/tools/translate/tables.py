@@ -114,14 +114,14 @@ class Tables:
 
     def idle(self, settings: Mapping[str, ForeignSetting]) -> dict[str, str]:
         """Keys of sections that are switched off, which no rule should read, and the setting that switches them."""
-        found = {}
+        idle_keys = {}
         for pattern, switch in self.data.get("under", []):
-            chosen = settings.get(switch)
-            value = chosen.value if chosen is not None else self.defaults.get(switch)
-            if (chosen is None or not chosen.unread) and _among(value, _OFF):
+            switch_setting = settings.get(switch)
+            value = switch_setting.value if switch_setting is not None else self.defaults.get(switch)
+            if (switch_setting is None or not switch_setting.unread) and _among(value, _OFF):
                 keys = (key for key in settings if key != switch and re.fullmatch("".join(pattern.split()), key))
-                found |= dict.fromkeys(keys, switch)
-        return found
+                idle_keys |= dict.fromkeys(keys, switch)
+        return idle_keys
 
     def knows(self, key: str) -> bool:
         """True for a key of the framework's own definitions, or one below an open one."""
@@ -146,9 +146,9 @@ class Tables:
         for pattern, switch, reason, *off in self.data.get("switched", []):
             if not re.fullmatch("".join(pattern.split()), key) or key == switch:
                 continue
-            chosen = settings.get(switch)
-            value = chosen.value if chosen is not None else self.defaults.get(switch)
-            if chosen is not None and chosen.unread:
+            switch_setting = settings.get(switch)
+            value = switch_setting.value if switch_setting is not None else self.defaults.get(switch)
+            if switch_setting is not None and switch_setting.unread:
                 return Fate("to do", f"depends on {switch}")
             if _among(value, (*_OFF, *(off[0] if off else ()))):
                 return Fate("harmless", f"{switch} is off")
@@ -203,7 +203,7 @@ def _among(value: Any, harmless: Sequence[Any]) -> bool:
     if isinstance(value, str):
         value = value.lower() if value.lower() in _OFF else value
     return any(
-        value is other or (isinstance(value, bool) == isinstance(other, bool) and value == other) for other in harmless
+        value is item or (isinstance(value, bool) == isinstance(item, bool) and value == item) for item in harmless
     )
 
 

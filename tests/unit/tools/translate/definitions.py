@@ -79,8 +79,8 @@ def _sources(repository: Path, patterns: list[str]) -> list[str]:
         return subprocess.run(["git", "-C", str(repository), *words], capture_output=True, text=True, check=True).stdout
 
     names = git("ls-tree", "-r", "--name-only", "HEAD").splitlines()
-    chosen = [name for name in names if any(Path(name).match(pattern) for pattern in patterns)]
-    return [git("show", f"HEAD:{name}") for name in chosen]
+    matching_names = [name for name in names if any(Path(name).match(pattern) for pattern in patterns)]
+    return [git("show", f"HEAD:{name}") for name in matching_names]
 
 
 def _leaves(data: Any, prefix: str = "") -> Iterator[str]:
@@ -155,12 +155,12 @@ def main() -> int:
     parser.add_argument("repository", type=Path)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    there, here = defined(args.name, args.repository), listed(args.name)
-    new, gone = there - here, here - there
+    keys_there, keys_here = defined(args.name, args.repository), listed(args.name)
+    new, gone = keys_there - keys_here, keys_here - keys_there
     for title, keys in (("new", new), ("gone", gone)):
         sys.stdout.write("".join(f"{title}: {key}\n" for key in sorted(keys)))
     if args.write:
-        (LISTS / f"{args.name}.txt").write_text("\n".join(sorted(there | here)) + "\n", encoding="utf-8")
+        (LISTS / f"{args.name}.txt").write_text("\n".join(sorted(keys_there | keys_here)) + "\n", encoding="utf-8")
     return 1 if new or gone else 0
 
 
