@@ -172,7 +172,7 @@ class _Reader:
         if not isinstance(target, ast.Name):
             return
         pieces = self._marked(self.pieces(value), doubt)
-        before = (
+        earlier_pieces = (
             [replace(piece, doubt=piece.doubt or doubt) for piece in self.texts.get(target.id, [])] if doubt else []
         )
         self.texts[target.id] = [*earlier_pieces, *pieces]
