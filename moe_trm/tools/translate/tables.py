@@ -35,7 +35,7 @@ from moe_trm.tools.translate.foreign_setting import Fate, ForeignSetting
 from moe_trm.tools.translate.sources import OWN_ARGUMENTS
 from moe_trm.tools.translate.values import Reader, Rule, choice, undecided
 
-_OFF = (None, False, 0, "", [], {}, "none", "null", "disabled")
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "null", "disabled")
 """Values that switch a guarded setting off, whatever the framework."""
 _OF_DISTILLATION = ("advantage.name", "kl.teacher", "kl.coef", "kl.where")
 """Ours that a teacher would decide; without it a run would learn from rewards alone."""
@@ -114,7 +114,7 @@ class Tables:
 
     def idle(self, settings: Mapping[str, ForeignSetting]) -> dict[str, str]:
         """Keys of sections that are switched off, which no rule should read, and the setting that switches them."""
-        idle_keys = {}
+        idle_keys: dict[str, str] = {}
         for pattern, switch in self.data.get("under", []):
             switch_setting = settings.get(switch)
             value = switch_setting.value if switch_setting is not None else self.defaults.get(switch)
