@@ -79,6 +79,10 @@ class LearnerError(MoeTrmError):
     """The learner was asked for something that it does not hold."""
 
 
+class ReplicaError(MoeTrmError):
+    """Learner ranks hold different values of a tensor that is the same on all of them, or gradients of other norms."""
+
+
 class SyncError(MoeTrmError):
     """A weight push is incomplete or wrong: the engine's checksums differ from those of the sent tensors."""
 

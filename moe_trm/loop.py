@@ -31,7 +31,7 @@ from moe_trm.step.advantages import Advantages
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.arrivals import Arrivals, joined
 from moe_trm.step.best import Best
-from moe_trm.step.cadence import Cadence
+from moe_trm.step.cadence import Cadence, Replicas
 from moe_trm.step.objective import Objective
 from moe_trm.step.probe.run import Probe
 from moe_trm.step.proximal_average import ProximalAverage
@@ -92,6 +92,8 @@ def train(
         resumable["proximal"] = RunPart(average.state, average.restore)
     if saved := checkpoints.load(learner):
         restore(resumable, saved)
+    replicas = Replicas(config.sync.prove_every)
+    replicas.check(learner)
     pusher.push(version=done)
     if not done:
         evaluation = rollouts.evaluate(0)
@@ -141,6 +143,7 @@ def train(
             replayed += learner.replay_report()
             with phases.time("sync"):
                 if cadence.pushes(step):
+                    replicas.check(learner)
                     try:
                         pusher.push(version=step)
                         pushed = step

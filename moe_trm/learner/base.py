@@ -16,6 +16,7 @@ from moe_trm.learner.checkpoint.pieces import Piece, PieceReader
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.layer_noise import LayerNoise
+from moe_trm.learner.replicas import compare_replicas
 from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
@@ -50,6 +51,11 @@ class Training(Weights, Protocol):
     def save(self) -> tuple[list[Piece], Mapping[str, int]]: ...
 
     def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None: ...
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors; other ranks may hold copies under the same name, which also has the part where ranks
+        hold different ones.
+        """
 
 
 def adds_in_order(device: torch.device, top_k: int) -> bool:
@@ -129,6 +135,10 @@ class LearnerBase:
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """See `Learner.sum_over_stages`: every rank holds all layers."""
         return values
+
+    def check_replicas(self) -> None:
+        """See `Learner.check_replicas`."""
+        compare_replicas(self._training.held(), self.device)
 
     def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """See `Learner.export_shard`."""

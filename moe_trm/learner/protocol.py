@@ -176,6 +176,12 @@ class Learner(Resumable, Protocol):
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
+    def check_replicas(self) -> None:
+        """Compare the bits of every tensor that several ranks hold alike. Raises `ReplicaError` on all ranks.
+
+        A learner whose ranks share no tensor has nothing to compare.
+        """
+
     def named_modules(self) -> Iterator[tuple[str, Module]]:
         """The modules of this rank's model, by the names of its implementation, as they are called in a pass.
 

@@ -1,8 +1,13 @@
-"""Steps after which the learner's weights go to the rollout engine: every k-th one, and the last."""
+"""Steps after which the learner's weights go to the rollout engine, and pushes with which more is proved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from moe_trm.learner.protocol import Learner
+
+FIRST_PUSHES = 3
+"""Pushes from the begin of a run that are all proved by use: servers and settings are new then."""
 
 
 @dataclass(frozen=True)
@@ -24,3 +29,30 @@ class Cadence:
     def held(self, bound: int) -> int:
         """Versions at most that were pushed, or are the learner's own, among those `bound` versions back."""
         return bound // self.every + 1
+
+
+@dataclass(frozen=True)
+class ProofCadence:
+    """Pushes with which more is proved than with the others: the first of a process, and one of `every` after them.
+
+    `every`: `sync.prove_every`; none where it is 0.
+    """
+
+    every: int
+
+    def due(self, number: int) -> bool:
+        """True for the push `number` of this process, from 0."""
+        return bool(self.every) and (number < FIRST_PUSHES or number % self.every == 0)
+
+
+class Replicas:
+    """Compares what learner ranks hold alike: before the first push, so after the load, and as `ProofCadence` says."""
+
+    def __init__(self, every: int) -> None:
+        self._cadence, self._pushes = ProofCadence(every), 0
+
+    def check(self, learner: Learner) -> None:
+        """To be called before every push, on all ranks. Raises `ReplicaError`; nothing is pushed then."""
+        number, self._pushes = self._pushes, self._pushes + 1
+        if not number or self._cadence.due(number):
+            learner.check_replicas()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from moe_trm.learner.protocol import Learner
+from moe_trm.step.cadence import ProofCadence
 from moe_trm.sync.manifest import ScoredText
 from moe_trm.types import TokenBatch
 from routing.record.sources import Native
 
 NUM_TEXTS, NUM_TOKENS = 4, 32
 """Random ids, so that the texts pass through many experts of every layer."""
-FIRST_PUSHES = 3
-"""Pushes from the begin of a run that are all proved by use: servers and settings are new then."""
 
 
 class FixedTexts:
@@ -23,7 +22,7 @@ class FixedTexts:
 
     def __init__(self, vocab_size: int, every: int, *, scored: bool) -> None:
         self._ids = fixed_ids(vocab_size)
-        self._every, self._scored, self._pushes = every, scored, 0
+        self._cadence, self._scored, self._pushes = ProofCadence(every), scored, 0
 
     def take(self, learner: Learner, *, due: bool = False) -> tuple[ScoredText, ...]:
         """The texts of the next push; none where it is not due. All ranks call it together.
@@ -31,7 +30,7 @@ class FixedTexts:
         `due`: it is, unless none ever is.
         """
         number, self._pushes = self._pushes, self._pushes + 1
-        if not self._every or not (due or number < FIRST_PUSHES or number % self._every == 0):
+        if not (self._cadence.due(number) or (due and self._cadence.every)):
             return ()
         logprobs: list[list[float]] = [[]] * NUM_TEXTS
         if self._scored:

@@ -75,6 +75,9 @@ class StandInLearner(Learner):
     ) -> UpdateResult:
         raise _unexpected("update")
 
+    def check_replicas(self) -> None:
+        raise _unexpected("check_replicas")
+
     def replay_report(self) -> ReplayReport:
         raise _unexpected("replay_report")
 

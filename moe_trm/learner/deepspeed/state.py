@@ -111,6 +111,12 @@ class DeepSpeedState:
             prefix = f"{_random()}/"
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
 
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """See `base.Training`: at ZeRO 1 and 2 the whole model. At ZeRO 3 each part of a parameter is on one rank."""
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if not hasattr(tensor, "ds_tensor"):
+                yield name, tensor
+
     def save_weights(self, kind: str) -> list[Piece]:
         """See `snapshots.Weights`. Weights that every rank holds are saved by the first."""
         pieces = []

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from moe_trm.config.schema import LoraConfig
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.replicas import bits
 
 CHECKSUM, SCALE = "lora_base_checksum", "lora_scale_millionths"
 _MODULUS = 1 << 47
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def base_checksum(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> int:
@@ -26,9 +26,9 @@ def base_checksum(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -
     """
     total = 0
     for name, tensor in tensors:
-        bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+        total_bits = bits(tensor).sum(dtype=torch.int64)
         weight = int.from_bytes(hashlib.sha256(name.encode()).digest()[:5], "big") | 1
-        total = (total + int(bits) * weight) % _MODULUS
+        total = (total + int(total_bits) * weight) % _MODULUS
     total_sum = torch.tensor(total, dtype=torch.int64, device=device)
     dist.all_reduce(total_sum)
     return int(total_sum) % _MODULUS

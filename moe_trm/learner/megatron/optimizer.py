@@ -27,6 +27,7 @@ from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
+from moe_trm.learner.replicas import agreed_norm
 from moe_trm.learner.steps import Steps
 
 
@@ -126,7 +127,7 @@ class MegatronGuardedOptimizer(Steps):
         self.megatron.prepare_grads()
         # Megatron's step finds these gradients as they are left here.
         cosine = None if self._alignment is None else self._alignment.apply(self._gradients(), self._inner)
-        norm, lr = self._norm(), lr_scale * self.lr
+        norm, lr = agreed_norm(self._norm(), self._device), lr_scale * self.lr
         applied = False
         if math.isfinite(norm) and norm:
             for group in self.megatron.param_groups:

@@ -28,7 +28,7 @@ from moe_trm.learner.checkpoint.pieces import Piece, PieceReader, Place, to_host
 from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.lora import Factor
-from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, tensor_group
+from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, global_tensors, tensor_group
 from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.policy import PolicyModel
 
@@ -149,6 +149,15 @@ class MegatronState:
         prefix = f"{_random(dist.get_rank())}/"
         if f"{prefix}torch" in reader:
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """See `base.Training`. Embedding and output weight of a tied model count as one tensor of two stages."""
+        tied = bool(self._hf.get("tie_word_embeddings", False))
+        for name, tensor in global_tensors(self._chunks):
+            part = 0 if convert.split_dim(name) is None else tensor_group(name).rank()
+            yield f"{EMBEDDING if tied and name == OUTPUT else name}, part {part}", tensor
+        for factor in self._factors:
+            yield f"{factor.name} from {factor.offset}", factor.parameter
 
     def save_weights(self, kind: str) -> list[Piece]:
         """See `snapshots.Weights`. Replicas of a parameter save it once."""
