@@ -153,7 +153,7 @@ def train(
             evaluation = rollouts.evaluate(step) if config.train.evaluates_after(step) else {}
             best.offer(step, evaluation, learner)
         batch = joined(arrived)
-        measured = objective.take(learner) | probed
+        measured = objective.take(learner) | anchors.labels.take(learner) | probed
         num_rows = sum(mini.num_sequences for mini in batch.mini_batches)
         measured |= reference.adapt(measured, num_rows)
         updated = update_metrics(updates)

@@ -1,10 +1,18 @@
-"""Mismatch by turn: whether it grows along a conversation. Shape letters: B sequences, T tokens."""
+"""Mismatch by class of token: whether it grows along a conversation or an answer, and which versions carry it.
+
+Shape letters: B sequences, T tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.diagnostics.strata import LENGTH_EDGES
 from moe_trm.methods import summable
-from moe_trm.methods.limits import LAST_TURN
+from moe_trm.methods.limits import LAST_AGE, LAST_TURN
 from moe_trm.ratios import clamp_log_ratio
 
 
@@ -17,12 +25,40 @@ def by_turn(evidence: Evidence) -> summable.Summable:
     """
     if evidence.turn_ids is None:
         return {}
+    turns = evidence.turn_ids
+    masks = {str(turn): turns == turn for turn in range(LAST_TURN + 1)}
+    return _k3_of("turns", evidence, masks | {f"{LAST_TURN + 1}_up": turns > LAST_TURN})
+
+
+def by_place(evidence: Evidence) -> summable.Summable:
+    """`places/engine_k3/<from>_<to>`: the same by the number of the sampled token in its row, the first being 1.
+
+    The edges are those of `acceptance`; the name has the ratio that `by_turn` has.
+    """
+    place_BT, masks, low = evidence.mask.cumsum(1), dict[str, Tensor](), 1
+    for high in LENGTH_EDGES:
+        masks[f"{low}_{high}"] = (place_BT >= low) & (place_BT <= high)
+        low = high + 1
+    return _k3_of("places", evidence, masks | {f"{low}_up": place_BT >= low})
+
+
+def by_age(evidence: Evidence, version: int) -> summable.Summable:
+    """`ages/engine_k3/<age>`: the same by the versions that lie between the token's and the step's own, `version`.
+
+    The last age with a figure of its own is 7. Empty where versions are not known.
+    """
+    if evidence.versions is None:
+        return {}
+    ages = version - evidence.versions
+    masks = {str(age): ages == age for age in range(LAST_AGE + 1)}
+    return _k3_of("ages", evidence, masks | {f"{LAST_AGE + 1}_up": ages > LAST_AGE})
+
+
+def _k3_of(kind: str, evidence: Evidence, masks: Mapping[str, Tensor]) -> summable.Summable:
+    """Mean k3 of the first known ratio in each class of tokens."""
     name = evidence.ratios.known[0]
     x = clamp_log_ratio(evidence.ratios.get(name).detach())
     k3 = (x.expm1() - x).clamp(min=0.0)
-    turns, mask = evidence.turn_ids, evidence.mask
-    masks_by_turn = {str(turn): turns == turn for turn in range(LAST_TURN + 1)}
-    masks_by_turn[f"{LAST_TURN + 1}_up"] = turns > LAST_TURN
     return summable.add(
-        summable.mean(f"turns/{name}_k3/{turn}", k3, mask & turn_mask) for turn, turn_mask in masks_by_turn.items()
+        summable.mean(f"{kind}/{name}_k3/{number}", k3, evidence.mask & mask) for number, mask in masks.items()
     )

@@ -16,6 +16,8 @@ LONG_ROW = 512
 """Tokens of an answer above which a product of ratios says more about the length than about the policies."""
 LAST_TURN = 7
 """The last turn with a figure of its own; those after it share one."""
+LAST_AGE = 7
+"""The last age in versions with a figure of its own."""
 FAR_AHEAD = 4
 """Versions of lag at which uncorrected training was seen to collapse."""
 

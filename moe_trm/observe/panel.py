@@ -151,7 +151,7 @@ class LivePanel(Sink):
     def _verdict(self) -> Text:
         setting = str(self._known.get("verdict/config", ""))
         usual = "yellow" if setting else "green"
-        style = "bold red" if self._known.get("verdict/case") == "stalled" else usual
+        style = "bold red" if self._known.get("verdict/case") in ("stalled", "jump", "labels", "routes") else usual
         text = Text(str(self._known.get("verdict", "No step has been judged yet.")), style=style)
         return text.append(f" Try {setting}.") if setting else text
 

@@ -36,6 +36,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.learner.scoring import FED, on_device
 from moe_trm.step import proximal_average
 from moe_trm.step.cadence import Cadence
+from moe_trm.step.labels import Labels
 from moe_trm.step.passes import (
     Anchored,
     anchor_source,
@@ -63,6 +64,8 @@ class Anchors:
         watches: whether updates are told how far the routers have moved since the anchors.
         first: version of the weights that the run began with.
         average: the proximal policy, where it is not the learner at the step's start.
+
+    `labels`: judges the version labels of what it scores.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Anchors:
         # A recording may be of a run that began between two pushes.
         self._cadence = Cadence(1 if self._saved else config.pipeline.push_every, first, config.train.steps)
         self._kept: list[int] = []
+        self.labels = Labels()
         self._streams, self._start = config.pipeline.stream and config.learner.minibatches > 1, START
 
     def score(self, learner: Learner, batch: TrainBatch, *, moved: bool = False, every: bool = False) -> list[Anchored]:
@@ -205,6 +209,7 @@ class Anchors:
         """
         flat = [item for part in anchored for item in part.batches]
         logprobs = [scores.logprobs for scores in start_scores]
+        by_version = {batch.step - 1: logprobs}
         for old in [number for number in batch.versions if number != batch.step - 1]:
             sources = [behavior_source(self._mode, item, old) for item in flat]
             if old not in self._kept:
@@ -216,10 +221,14 @@ class Anchors:
                     fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged or bypass.",
                 )
             passed = learner.score(flat, sources, weights=snapshot_name(old))
+            by_version[old] = [scores.logprobs for scores in passed]
             logprobs = [
                 torch.where(item.versions == old, scores.logprobs, start_scores)
                 for item, scores, start_scores in zip(flat, passed, logprobs, strict=True)
             ]
+        # Under an average no pass need have the weights of the step's start.
+        if len(by_version) > 1 and self._average is None:
+            self.labels.observe(flat, by_version, batch.step - 1)
         remaining = iter(logprobs)
         return [part.with_behavior([next(remaining) for _ in part.batches]) for part in anchored]
 

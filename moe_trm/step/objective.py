@@ -55,6 +55,7 @@ class Objective:
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
         self._has_turns = config.rollout.has_turns
+        self._ages = bool(config.pipeline.staleness_limit)
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
@@ -156,6 +157,8 @@ class Objective:
                     **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
                     **(diagnostics.by_turn(evidence) if self._has_turns else {}),
+                    **diagnostics.by_place(evidence),
+                    **(diagnostics.by_age(evidence, part.version) if self._ages else {}),
                     **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored, repeats=learner.repeats_passes),
                 }

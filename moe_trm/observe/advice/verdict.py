@@ -14,6 +14,7 @@ from types import MappingProxyType
 from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 from moe_trm.observe.advice.remedies import Remedy, Settings, first
 from moe_trm.observe.advice.verdict_mismatch import CASES, UNSPLIT, before_a_fall, costly, escalation, measured
+from moe_trm.observe.advice.verdict_records import claims
 from moe_trm.observe.advice.verdict_training import clipping, gradient, length, reward, router, servers, signal
 from moe_trm.observe.advice.verdict_types import Case, Verdict, pick
 
@@ -47,6 +48,8 @@ def verdict(
 
     | case | holds when | acts on it |
     |---|---|---|
+    | `labels` | over 5% of answers are explained better by another version than by that of their label | the servers |
+    | `routes` | replayed routes make over twice the mismatch of the learner's own, of fresh samples | the engine |
     | `precision` | engine k3 above 0.05, Pearson below 0.95, or perplexities 5% apart | routes, dtype |
     | `outlier` | a token's probability differs by more than 0.8 between the engines | reject its row |
     | `unsplit` | merged or total k3 above 0.05, and no part is known | snapshots; weights, if samples are old |
@@ -76,6 +79,8 @@ def verdict(
     if not measured(seen):
         return Verdict("unclear", "The mismatch was not measured, so nothing can be said.", {}, "")
     seen = {**last_probe(history), **seen}
+    if contradicted := claims(seen):
+        return contradicted
     for judge in CASES:
         judgement = judge(seen, settings)
         if judgement:

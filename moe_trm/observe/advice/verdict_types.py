@@ -8,6 +8,8 @@ from typing import Literal
 
 Case = Literal[
     "ok",
+    "labels",
+    "routes",
     "precision",
     "outlier",
     "unsplit",
@@ -27,6 +29,7 @@ Case = Literal[
     "reward",
     "servers",
     "stalled",
+    "jump",
     "unclear",
 ]
 

@@ -149,7 +149,7 @@ def sayings(run: Run) -> list[Saying]:
 
 
 def _state(row: Any) -> State:
-    if row.get("verdict/config") or row.get("verdict/case") in ("servers", "stalled"):
+    if row.get("verdict/config") or row.get("verdict/case") in ("servers", "stalled", "jump", "labels", "routes"):
         return "bad"
     learned = row.get("verdict/case") == "learned"
     return "good" if learned or "nothing needs to change" in row["verdict"] else "fair"

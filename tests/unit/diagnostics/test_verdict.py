@@ -10,6 +10,7 @@ import pytest
 
 from moe_trm.config import resolve
 from moe_trm.observe.advice.verdict import escalation, mask_hides_gap, rising, verdict
+from moe_trm.observe.advice.verdict_mismatch import TAIL_STEPS
 
 HEALTHY = {
     "engine/k3_kl": 0.001,
@@ -34,6 +35,49 @@ ROUTED = {
 def typed(config: str) -> list[str]:
     """The advice of a verdict as words of a command line."""
     return [part for part in re.split(r" (?=[a-z_.]+=)", config) if part]
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "steps", "rings"),
+    [
+        (0.03, 0.021, TAIL_STEPS, True),
+        (0.03, 0.019, TAIL_STEPS, False),
+        (0.0, 0.051, TAIL_STEPS, True),
+        (0.06, 0.06, TAIL_STEPS - 1, False),
+    ],
+)
+def test_the_alarm_before_a_fall_rings_above_five_percent_of_tokens_in_ten_steps(
+    high: float, low: float, steps: int, rings: bool
+) -> None:
+    tail = {"engine/rollout_is_high_fraction": high, "engine/rollout_is_low_fraction": low}
+    history = [HEALTHY | {"engine/k3_kl": 0.1} | tail] * steps
+    assert ("rewards of a tiny model fell later" in verdict(history).sentence) == rings
+    # One quiet step among them counts as well, and a healthy mismatch has no alarm.
+    quiet = [*history[:-1], history[-1] | dict.fromkeys(tail, 0.0)]
+    assert "fell later" not in verdict(quiet).sentence or high + low > 0.05 * TAIL_STEPS / (TAIL_STEPS - 1)
+    assert "fell later" not in verdict([HEALTHY | tail] * steps).sentence
+
+
+@pytest.mark.parametrize(
+    ("native", "replayed", "error", "age", "case"),
+    [
+        (7e-5, 1.1e-3, 2.0, 0.0, "routes"),
+        (7e-5, 2e-5, 0.1, 0.0, "ok"),
+        (7e-5, 1.1e-3, 9.0, 0.0, "ok"),
+        (7e-5, 1.1e-3, 2.0, 4.0, "ok"),
+        (1e-6, 9e-5, 1.0, 0.0, "ok"),
+        (1e-3, 1.9e-3, 0.0, 0.0, "ok"),
+    ],
+    ids=["older routes", "right routes", "not sure", "stale samples", "next to nothing", "less than twice"],
+)
+def test_routes_that_explain_samples_worse_than_none_are_not_theirs(
+    native: float, replayed: float, error: float, age: float, case: str
+) -> None:
+    probe = {"probe/native_k3_kl": native, "probe/replayed_k3_kl": replayed, "probe/routing_share_se": error}
+    judgement = verdict([HEALTHY | probe | {"rollout/age_max": age}, HEALTHY | {"rollout/age_max": age}])
+    assert judgement.case == case
+    if case == "routes":
+        assert "16 times what it is with the learner's own (k3 0.0011 instead of 7e-05)" in judgement.sentence
 
 
 def test_a_share_of_a_sample_is_told_with_its_error() -> None:
