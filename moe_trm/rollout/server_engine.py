@@ -255,6 +255,8 @@ class ServerEngine:
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights, and prove them: by checksum, and by use where that is due."""
         needs_proof = self._use.due(new=server.version is None)
+        if needs_proof and server.version is not None and not server.released:
+            await self._use.remember(server.http)
         version = await self._give(server, keeps=not needs_proof)
         if needs_proof:
             # A broadcast leaves no copy to give it again.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from benchmarks.planted_faults import Clinic
 from benchmarks.stale_decoder import planted
 from moe_trm.config.schema import Config
 from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.servers.use_proof import BOUNDS, ServerUnfit
 from moe_trm.sync.manifest import ScoredText, WeightPush
@@ -45,6 +48,34 @@ def test_a_learner_with_other_weights_is_told_after_a_second_push(
     with pytest.raises(ServerUnfit, match=r"differs from the learner by 0.5 .* wrong weights or another configuration"):
         proved(served_config, rollout_server, push)
     assert "is given the weights again" in caplog.text
+
+
+def test_a_prefix_cache_that_survives_a_push_is_told(
+    served_config: Config,
+    rollout_server: Server,
+    tiny_moe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = texts_of(tiny_moe)
+
+    def push_of(version: int) -> WeightPush:
+        return msgspec.structs.replace(make_push(tmp_path, tiny_moe, version), texts=texts)
+
+    async def work(engine: ServerEngine) -> None:
+        for version in (1, 2):
+            await engine.load_weights(push_of(version))
+        post = EngineHttp.post
+
+        async def forgetful(self: EngineHttp, path: str, body: Mapping[str, object]) -> Any:
+            return await post(self, path, {**body, "flush_cache": False} if "flush_cache" in body else body)
+
+        monkeypatch.setattr(EngineHttp, "post", forgetful)
+        with pytest.raises(ServerUnfit, match="came from a prefix cache that survived the push"):
+            await engine.load_weights(push_of(3))
+        monkeypatch.undo()
+
+    with_engine(served_config, rollout_server, work)
 
 
 @pytest.mark.slow

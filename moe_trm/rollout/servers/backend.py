@@ -196,6 +196,13 @@ class ServerBackend(AnswerFormat):
         """
         raise NotImplementedError
 
+    async def cached(self, http: EngineHttp, token_ids: Sequence[int]) -> int | None:
+        """Of an answer of one token to `token_ids`, tokens whose attention states came from the prefix cache.
+
+        They stay in the cache. None where the engine does not count them. Raises `EngineError`.
+        """
+        return None
+
     async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
         """`[T - 1]` log-probs of the tokens after the first at temperature 1, nats, by one prefill of all tokens.
 

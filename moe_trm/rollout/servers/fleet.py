@@ -6,7 +6,8 @@ version before. A sample ends at the server that began it, so it has one version
 
 A lost server is fenced until its weights are proved again. Its samples are requested again, elsewhere or from it once
 it is back; only the first answer is read. A server that computes with other weights than it was given is left out for
-good. The last one stops the run.
+good, and so is one that three times in a row is given weights until the next ones are there. The last one stops the
+run.
 
 A router chooses among the servers in service. Since it is unknown which server has a sample, they all get their weights
 at the same time, and the loss of one means that all samples in flight are requested again.
@@ -20,7 +21,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
+from moe_trm.errors import EngineError, EngineLost, MoeTrmError, SyncError
+from moe_trm.rollout.servers.given_up import failed_everywhere, none_came_back, too_slow
 from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, refused
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
@@ -42,6 +44,8 @@ SILENCE_S = 5.0
 """A server with samples in flight that answered none for so long is asked whether it is there."""
 PROBE_TIMEOUT_S = 10.0
 """Longest time in which a server that is there says so; one that does not, twice in turn, is out of service."""
+LATE_LOADS = 3
+"""Loads in a row that end after the next push, at which a lost server is given up: it never catches up."""
 HEALTH_S = 30.0
 """Longest time in which a working engine makes a token for a health check; SGLang itself gives up after 20 s."""
 
@@ -130,14 +134,7 @@ class Fleet:
             if self._router is not None:
                 self._router.forget()
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
-        raise RecordRejected(
-            "engine_failed",
-            "the rollout servers failed on this sample every time it was asked for",
-            where=lost.where,
-            got=f"{lost.what}: {lost.got}",
-            expected="an answer",
-            fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
-        )
+        raise failed_everywhere(lost)
 
     def _refusal(self, error: HttpStatusError) -> Exception:
         """One sample's fault is one sample's. A server that refuses all of them is not the configured one."""
@@ -338,14 +335,16 @@ class Fleet:
         """Wait until the server serves the newest weights, proved. `patience_s` without any server ends the run."""
         clock = asyncio.get_running_loop().time
         deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
+        late = 0
         while True:
             newest = self._version
             try:
                 if server.is_released:  # it comes back when there is room
                     deadline = clock() + self._patience_s
                 elif await server.generates(patient(HEALTH_S)):
-                    await self._prove(server)
-                    break
+                    if await self._prove(server):
+                        break
+                    late += newest != self._version
             except ServerUnfit as error:
                 self._leave_out(server, error)
                 return
@@ -354,19 +353,15 @@ class Fleet:
                 if newest == self._version:
                     self._give_up(error)
                     return
+                late += 1
                 log.info("rollout server %s is given newer weights: %s", server.http.url, error.what)
             except EngineError as error:
                 log.info("rollout server %s: %s", server.http.url, error.what)
+            if late == LATE_LOADS:
+                self._leave_out(server, too_slow(server.http.url, late))
+                return
             if clock() > deadline and all(peer.fenced for peer in self.servers):
-                self._give_up(
-                    EngineError(
-                        "no rollout server came back",
-                        where=", ".join(peer.http.url for peer in self.servers),
-                        got=f"none within {self._patience_s:g} s",
-                        expected="a server that generates",
-                        fix="Look into the server's log. rollout.recovery_timeout_s says how long to wait.",
-                    )
-                )
+                self._give_up(none_came_back((peer.http.url for peer in self.servers), self._patience_s))
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, WATCH_S)
@@ -376,13 +371,19 @@ class Fleet:
         log.warning("rollout server %s is back, with weights of version %s", server.http.url, server.version)
         self._changed.set()
 
-    async def _prove(self, server: RemoteServer) -> None:
-        """Load the weights again, unless the label of the last proved version shows that the server never restarted."""
-        while self._version is not None:
-            if server.version == self._version and await server.serves_proved(patient(PROBE_TIMEOUT_S)):
-                return
-            server.version = None
-            await self._load(server)
+    async def _prove(self, server: RemoteServer) -> bool:
+        """Load the weights again, unless the label of the last proved version shows that the server never restarted.
+
+        False where newer ones came meanwhile.
+        """
+        if self._version is None or await self._has_newest(server):
+            return True
+        newest, server.version = self._version, None
+        await self._load(server)
+        return newest == self._version and await self._has_newest(server)
+
+    async def _has_newest(self, server: RemoteServer) -> bool:
+        return server.version == self._version and await server.serves_proved(patient(PROBE_TIMEOUT_S))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Callers that wait for a server must not wait for a task that died."""

@@ -7,7 +7,10 @@ same tokens by prefill, which reads the parameters anew:
 - decode gap: |log p_decode - log p_prefill| over the decoded tokens, the first left out, as prefill makes it;
 - learner gap: |log p_prefill - log p_learner| over the tokens of the texts.
 
-Both are in nats, at temperature 1: the mean in float32, the median in coarser arithmetic. There a clean token that
+Answers also continue prefixes from a cache. One text lies in it before the push, and must not come from it after: then
+its states are of older weights. It is decoded again when it has come back with the new ones.
+
+Both gaps are in nats, at temperature 1: the mean in float32, the median in coarser arithmetic. There a clean token that
 takes another expert moves by whole nats, and a few of them make the mean of a clean server as large as that of a fault.
 A change of the weights that moves log-probs by less than the bounds is not seen, nor, in coarser arithmetic, one that
 moves fewer than half of the tokens.
@@ -92,6 +95,10 @@ class UseProof:
         }
         return {name: value for name, value in figures.items() if value is not None}
 
+    async def remember(self, http: EngineHttp) -> None:
+        """Leave a text in the prefix cache, which the push that comes next has to empty. Raises `EngineError`."""
+        await self._backend.cached(http, self._texts[0].token_ids)
+
     async def prove(self, http: EngineHttp, again: Callable[[], Awaitable[object]] | None) -> None:
         """Return when decoding, prefill and learner agree on this server, which has the weights.
 
@@ -110,14 +117,16 @@ class UseProof:
                 where=http.url,
                 got=fault,
                 expected=f"at most {self._bounds.decode:g} nats a token between decoding and prefill, and "
-                f"{self._bounds.learner:g} between prefill and learner",
-                fix="Start the server without CUDA graphs or fused copies of weights, or with another version of the "
-                "engine. sync.prove_every=0 leaves this proof out, and samples may come from other weights then.",
+                f"{self._bounds.learner:g} between prefill and learner; no token from a cache older than the push",
+                fix="Start the server without CUDA graphs, fused copies of weights or prefix cache, or with another "
+                "version of the engine. sync.prove_every=0 leaves this proof out, and samples may come from other "
+                "weights then.",
             )
 
     async def _fault(self, http: EngineHttp) -> str:
         """The cause of a disagreement in words; empty: there is none."""
         started = time.perf_counter()
+        survived = await self._backend.cached(http, self._texts[0].token_ids)
         answers = await asyncio.gather(
             *(self._backend.decoded(http, text.token_ids, NUM_TOKENS) for text in self._texts)
         )
@@ -137,6 +146,10 @@ class UseProof:
         ]
         self.learner_gap = gap(scored_pairs, median=self._bounds.median) if scored_pairs else None
         self.seconds = time.perf_counter() - started
+        if survived:
+            return (
+                f"{survived} tokens of a text came from a prefix cache that survived the push: states of older weights"
+            )
         return cause(self.decode_gap, self.learner_gap, self._bounds)
 
 

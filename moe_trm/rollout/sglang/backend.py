@@ -14,7 +14,7 @@ from moe_trm.rollout.servers.http import EngineHttp, parsed
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
-from moe_trm.rollout.sglang.given_tokens import greedy_tokens, scores_of
+from moe_trm.rollout.sglang.given_tokens import cached_tokens, greedy_tokens, scores_of
 from moe_trm.rollout.sglang.hidden_states import FLAG, read_states
 from moe_trm.rollout.sglang.launch import launched
 from moe_trm.rollout.sglang.served_differences import remark_on_epsilons
@@ -48,7 +48,7 @@ class SglangBackend(SglangAnswers, ServerBackend):
     argument_check = ARGUMENT_CHECK
     launch = staticmethod(launched)
     client = staticmethod(SglangClient)
-    decoded, prefilled = staticmethod(greedy_tokens), staticmethod(scores_of)
+    decoded, prefilled, cached = staticmethod(greedy_tokens), staticmethod(scores_of), staticmethod(cached_tokens)
     hidden_states = staticmethod(read_states)
 
     def unpredicted(self, settings: Mapping[str, Any], model: ServedModel) -> str:

@@ -19,6 +19,13 @@ async def greedy_tokens(http: EngineHttp, token_ids: Sequence[int], count: int) 
     return np.array(ids, np.int64), logprobs
 
 
+async def cached_tokens(http: EngineHttp, token_ids: Sequence[int]) -> int | None:
+    """See `ServerBackend.cached`."""
+    body = {"input_ids": [*token_ids], "sampling_params": {"max_new_tokens": 1, "top_k": 1}}
+    count = (await http.post("/generate", body)).get("meta_info", {}).get("cached_tokens")
+    return count if isinstance(count, int) else None
+
+
 async def scores_of(http: EngineHttp, token_ids: Sequence[int]) -> Array:
     """See `ServerBackend.prefilled`. A prefill whose log-probs begin at the first token takes none from the cache."""
     ids = [*token_ids]

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.servers import fleet as fleet_module
-from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.fleet import LATE_LOADS, Fleet
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.use_proof import ServerUnfit
@@ -358,6 +358,38 @@ async def test_a_server_that_comes_back_too_late_for_its_push_is_given_the_next_
         deleted.set()
         await both_serve(fleet)
         assert fakes[0].label == "2"
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_server_that_never_catches_up_with_pushes_leaves_the_fleet_after_three(deleted: bool) -> None:
+    """Its files are deleted before it has loaded them, or it loads what is no longer the newest."""
+
+    async def work() -> None:
+        async with running(2) as (fleet, fakes, newest):
+            load, loads = fleet._load, [0]
+
+            async def slow(server: RemoteServer) -> None:
+                if server.http.url != fakes[0].url:
+                    await load(server)
+                    return
+                loads[0] += 1
+                version = newest["version"]
+                newest["version"] = version + 1
+                await fleet.update(version + 1)
+                if deleted:
+                    raise SyncError("the engine did not load the push")
+                server.version = version
+
+            fleet._load = slow
+            fakes[0].label = "default"
+            await fleet.fence_restarted()
+            while fleet.servers[0] not in fleet._unfit:
+                await asyncio.sleep(0.02)
+            assert loads == [LATE_LOADS]
+            assert "too slow for the weight pushes" in fleet.states()[0].why
+            assert await fleet.ask({}) == b"b 4"
+
+    in_loop(work)()
 
 
 @in_loop

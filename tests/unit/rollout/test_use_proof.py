@@ -28,11 +28,17 @@ BOUND = Bounds(0.1, 0.1)
 class Weights(SglangBackend):
     """A server that scores a token id i as -i, shifted by a number for prefill and one for decoding.
 
-    `heals`: a second push mends it.
+    `keeps`: its prefix cache outlives a push. `heals`: a second push mends it.
     """
 
-    def __init__(self, prefill: float = 0.0, decode: float = 0.0, *, heals: bool = False) -> None:
-        self.prefill, self.decode, self._heals, self.pushes = prefill, decode, heals, 0
+    def __init__(self, prefill: float = 0.0, decode: float = 0.0, *, keeps: bool = False, heals: bool = False) -> None:
+        self.prefill, self.decode, self._keeps, self._heals, self.pushes = prefill, decode, keeps, heals, 0
+        self._cache = set[tuple[int, ...]]()
+
+    async def cached(self, http: EngineHttp, token_ids: Sequence[int]) -> int | None:
+        known = tuple(token_ids) in self._cache
+        self._cache.add(tuple(token_ids))
+        return len(token_ids) - 1 if known else 0
 
     async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
         tokens = np.arange(count)
@@ -48,6 +54,8 @@ class Weights(SglangBackend):
 
     async def again(self) -> None:
         self.pushes += 1
+        if not self._keeps or self._heals:
+            self._cache.clear()
         if self._heals:
             self.prefill = self.decode = 0.0
 
@@ -56,7 +64,14 @@ def prove(server: Weights, texts: Sequence[ScoredText] = TEXTS, *, broadcast: bo
     proof = UseProof(server, BOUND)
     proof.begin(texts)
     again: Callable[[], Awaitable[object]] | None = None if broadcast else server.again
-    asyncio.run(proof.prove(URL, again))
+
+    async def push() -> None:
+        await proof.remember(URL)
+        if not server._keeps:
+            server._cache.clear()
+        await proof.prove(URL, again)
+
+    asyncio.run(push())
     return proof
 
 
@@ -71,9 +86,9 @@ def test_a_server_that_agrees_is_not_given_its_weights_again() -> None:
 
 
 def test_a_second_push_may_mend_it() -> None:
-    server = Weights(decode=0.5, heals=True)
-    prove(server)
-    assert server.pushes == 1
+    for server in (Weights(decode=0.5, heals=True), Weights(keeps=True, heals=True)):
+        prove(server)
+        assert server.pushes == 1
 
 
 @pytest.mark.parametrize(
@@ -83,8 +98,9 @@ def test_a_second_push_may_mend_it() -> None:
         (Weights(0.5, 0.5), "its prefill differs from the learner by 0.5 .* and so does decoding: wrong weights"),
         (Weights(prefill=-0.5), "prefill reads wrong weights, and decoding reads others"),
         (Weights(decode=float("nan")), "stale or damaged"),
+        (Weights(keeps=True), "2 tokens of a text came from a prefix cache that survived the push"),
     ],
-    ids=["stale decoder", "wrong weights", "wrong prefill", "no number"],
+    ids=["stale decoder", "wrong weights", "wrong prefill", "no number", "kept cache"],
 )
 def test_what_stays_apart_after_a_second_push_is_named(server: Weights, said: str) -> None:
     with pytest.raises(ServerUnfit, match=rf"(?s)also after a second push.*{said}"):
@@ -132,6 +148,31 @@ def test_single_tokens_that_move_by_nats_count_in_float32_alone() -> None:
     assert gap([(clean, flipped)], median=BOUNDS["float32"].median) > BOUNDS["bfloat16"].learner
     flipped[::3] = float("nan")
     assert cause(gap([(clean, flipped)], median=True), None, BOUNDS["bfloat16"]), "no number is never clean"
+
+
+class SecondText(Weights):
+    """Only what comes after the second text is decoded with other weights."""
+
+    async def decoded(self, http: EngineHttp, token_ids: Sequence[int], count: int) -> tuple[Array, Array]:
+        tokens, logprobs = await super().decoded(http, token_ids, count)
+        return tokens, logprobs + (0.5 if tuple(token_ids) == TEXTS[1].token_ids else 0.0)
+
+
+class SecondPrefill(Weights):
+    """Only the second text is scored with other weights."""
+
+    async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
+        scored = await super().prefilled(http, token_ids)
+        scored[: len(token_ids) - NUM_TOKENS - 1] += 0.9 if tuple(token_ids[:2]) == TEXTS[1].token_ids else 0.0
+        return scored
+
+
+@pytest.mark.parametrize(("server", "named"), [(SecondText(), "stale or damaged"), (SecondPrefill(), "wrong weights")])
+def test_a_fault_that_one_text_alone_shows_is_told(server: Weights, named: str) -> None:
+    proof = UseProof(server, Bounds(0.1, 0.1, median=False))
+    proof.begin(TEXTS)
+    with pytest.raises(ServerUnfit, match=named):
+        asyncio.run(proof.prove(URL, None))
 
 
 class Flips(Weights):
