@@ -103,3 +103,21 @@ def test_a_ratio_first_read_without_gradients_has_one_for_the_loss(name: str) ->
         ratios.get(name)
     ratios.get(name).sum().backward()
     torch.testing.assert_close(current.grad, MASK.double())
+
+
+@pytest.mark.parametrize("behavior", [True, False])
+@pytest.mark.parametrize("measured", [True, False])
+def test_ratios_of_rows_that_are_taken_are_those_rows(behavior: bool, measured: bool) -> None:
+    """Of stale samples too, whichever policies are known: a rule by turn reads them so."""
+    if behavior and not measured:
+        return
+    gen = torch.Generator().manual_seed(0)
+    rollout, sampled, proximal, current = torch.randn(4, 3, 5, generator=gen, dtype=torch.float64)
+    mask, order = torch.rand(3, 5, generator=gen) < 0.7, torch.tensor([2, 0])
+    whole = LogRatios(rollout, sampled if behavior else None, current, mask, proximal, measured=measured)
+    taken = whole.taking(lambda values: values[order], mask[order])
+    assert taken.known == whole.known
+    assert taken.split == behavior
+    for name in whole.known:
+        assert torch.equal(taken.get(name), whole.get(name)[order]), name
+    assert not taken.total.requires_grad

@@ -94,6 +94,19 @@ def test_a_stale_group_is_dropped_whole_and_the_next_takes_its_place() -> None:
     assert store.take_dropped() == []
 
 
+def test_a_stale_group_behind_a_fresh_one_is_dropped_before_both_are_taken() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, max_age=1)
+    for number, version in enumerate([3, 1, 3, 1]):
+        opened(store, ledger, number, 1)
+        admit(store, ledger, number, group(number, [version]))
+    taken = store.take(2, 3)
+    assert taken is not None
+    assert [(place.group_id, len(place.kept)) for place in taken] == [(0, 1), (1, 0)]
+    assert ledger.dropped["age"] == 1, "what this batch does not take is not looked at"
+    assert (ledger.trained, ledger.queued) == (1, 2)
+
+
 def test_what_is_dropped_beyond_the_refills_leaves_its_place_empty() -> None:
     ledger = Ledger()
     store = GroupStore(ledger, refills=1)
@@ -132,8 +145,10 @@ def test_resumed_books_leave_out_what_is_issued_again() -> None:
     admit(store, ledger, 0, group(0, [0]))
     admit(store, ledger, 1, ["route_rows"])
     store.take(1, 0)
+    ledger.reuse(3)
     resumed = Ledger()
     resumed.restore(ledger.settled())
+    assert resumed.reused == 3
     assert (resumed.issued, resumed.trained, resumed.rejected["route_rows"], resumed.in_flight) == (2, 1, 1, 0)
     assert resumed.balanced
 

@@ -7,6 +7,7 @@ differ in their rates. Each of the faults is one that a rollout engine has had.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ import torch
 
 from routing.errors import MisalignedError
 from routing.judge.flip_bound import FlipBoundError, fresh_fault, token_fault
-from routing.judge.sample_flips import PassFlips, SampleFlips, total
-from routing.judge.token_agreement import clean_share, judged_by_token, least_lost, of_samples
+from routing.judge.sample_flips import PassFlips, SampleFlips, summed, total
+from routing.judge.token_agreement import Disagreement, clean_share, judged_by_token, least_lost, of_samples
 from routing.replay.replay_pass import judge
 
 SHAPES = {"quickstart": (4, 2, 16), "OLMoE": (8, 8, 64), "Qwen3-30B": (48, 8, 128), "top-1": (12, 1, 8)}
@@ -157,6 +158,36 @@ def test_rows_that_another_pass_judges_are_left_alone_and_fresh_ones_have_no_exc
     assert "weights that sampled them" in str(fresh_fault(flips_of(lost, "quickstart", at_sampling=True), 0.3))
     elsewhere = flips_of(unrelated("quickstart", rng), "quickstart", at_sampling=False)
     assert (len(elsewhere.keys), int(elsewhere.by_token.tokens.sum()), int(elsewhere.apart.sum())) == (0, 0, 0)
+
+
+def test_one_bad_fresh_sample_of_a_clean_batch_and_one_bad_layer_are_named_alone() -> None:
+    rng = np.random.default_rng(5)
+    lost = clean("quickstart", 0.01, rng)
+    lost[7] = np.maximum(lost[7], 1)
+    message = str(fresh_fault(flips_of(lost, "quickstart", at_sampling=True), 0.3))
+    assert message.count("of its sets flip") == 1
+    assert "sample 7: 100.0% of its sets flip" in message
+    lost = clean("quickstart", 0.01, rng)
+    lost[..., 2] = np.maximum(lost[..., 2], 1)
+    message = str(fresh_fault(flips_of(lost, "quickstart", at_sampling=True), 0.4))
+    assert message.count("of its sets flip") == 1
+    assert "layer 2: 100.0% of its sets flip" in message
+    assert fresh_fault(flips_of(clean("quickstart", 0.01, rng), "quickstart", at_sampling=True), 0.3) is None
+
+
+def test_a_sample_is_fresh_only_if_all_of_its_passes_were() -> None:
+    """Where the weights moved between two passes, the router may have moved as well."""
+    rng = np.random.default_rng(6)
+    lost = np.maximum(clean("quickstart", 0.01, rng), 1)
+    passes = [flips_of(lost, "quickstart", at_sampling=at) for at in (True, None)]
+    for order in (passes, passes[::-1]):
+        names = ("keys", "due", "flipped", "lost", "fresh")
+        arrays = {name: np.concatenate([getattr(flips, name) for flips in order]) for name in names}
+        by_token = Disagreement(*map(np.concatenate, zip(*(flips.by_token for flips in order), strict=True)))
+        joined = replace(order[0], **arrays, by_token=by_token)
+        assert not summed(joined).fresh.any()
+        assert fresh_fault(summed(joined), 0.3) is None
+    assert summed(passes[0]).fresh.all()
 
 
 def certain(flips: SampleFlips, shape: str) -> str:

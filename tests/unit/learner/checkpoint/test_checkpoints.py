@@ -16,6 +16,7 @@ import torch
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
 from moe_trm.learner.checkpoint import folder as folder_module
+from moe_trm.learner.checkpoint import resumption
 from moe_trm.learner.checkpoint.folder import CheckpointFolder, rank_file, read_manifest
 from moe_trm.learner.checkpoint.peers import Peers
 from moe_trm.learner.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
@@ -145,6 +146,43 @@ def test_a_request_to_stop_ends_the_run_with_a_checkpoint(
     assert checkpoints.interrupted == (stopped is not None)
     assert names(tmp_path) == ([stopped] if stopped else [])
     assert ("goes on from" in capsys.readouterr().out) == checkpoints.interrupted
+
+
+def test_a_request_to_stop_during_a_checkpoint_leaves_two_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was being written is finished; the next step is made and saved, and nothing after it."""
+    interruption, learner = Interruption(), TinyLearner()
+    checkpoints, state = open_checkpoints(tmp_path, interruption, every=2), learner.state
+
+    def asked() -> tuple[list[Piece], Mapping[str, int]]:
+        interruption.requested = "SIGTERM"
+        return state()
+
+    monkeypatch.setattr(learner, "state", asked)
+    train(checkpoints, learner, 10)
+    assert checkpoints.interrupted
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    again = open_checkpoints(tmp_path)
+    assert again.first_step == 3
+    assert again.load(TinyLearner()) == {"judge": [3], "window": b"\0\1"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_file_of_a_checkpoint_is_verified_by_one_rank(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The ranks share the files, and together they look at all of them."""
+    checkpoints, shares = open_checkpoints(run_dir), list[Sequence[str]]()
+    monkeypatch.setattr(resumption, "verify", lambda path, manifest, names: shares.append(names))
+    monkeypatch.setattr(checkpoints._peers, "size", size)
+    path = run_dir / "checkpoints" / "step-000006"
+    for rank in range(size):
+        monkeypatch.setattr(checkpoints._peers, "rank", rank)
+        checkpoints._verified(path)
+    checkpoints.close()
+    assert sorted(name for share in shares for name in share) == sorted(read_manifest(path).files)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def flip_a_byte(path: Path) -> None:
