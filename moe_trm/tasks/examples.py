@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
+from moe_trm.tasks.pictures import check_text_only
 from moe_trm.tasks.rows import Row, read_rows
 
 MAX_LISTED = 20
@@ -55,7 +56,7 @@ def read_examples(
     """Every row of a source (`rows.read_rows`). `finish` makes the final example of one and its place.
 
     Raises `ConfigError` as `read_rows` and `finish`, and for no rows, or rows whose question is neither text nor
-    messages, or whose answer is missing. All bad rows are told together.
+    messages, or that has pictures, or whose answer is missing. All bad rows are told together.
     """
     examples, bad = list[Example](), list[ConfigError]()
     for row in read_rows(source, bad):
@@ -88,6 +89,7 @@ def _together(source: str | Path, bad: Sequence[ConfigError], rows: int) -> Conf
 def _example(row: Row, fields: Fields) -> Example:
     candidates = (fields.prompt,) if fields.prompt else QUESTION_FIELDS
     key = next((name for name in candidates if name in row.fields), None)
+    check_text_only(row.fields, row.fields.get(key) if key else None, row.where)
     question = _question(row.fields[key]) if key else None
     if question is None or key is None:
         raise ConfigError(

@@ -84,6 +84,38 @@ def test_bad_rows_are_told_together_with_the_field_that_is_wrong(tmp_path: Path)
     assert "line 2: answer ends in 'so 1'" in str(told.value.got)
 
 
+@pytest.mark.parametrize(
+    ("row", "medium"),
+    [
+        ({"prompt": "<image>Find the cat.", "images": ["a.png"]}, "the field images"),
+        ({"prompt": "Find the cat.", "image": "data:image/png;base64,AAAA"}, "the field image"),
+        ({"prompt": "Find the cat.", "photo": [{"bytes": None, "path": "a.png"}]}, "the field photo"),
+        ({"prompt": [{"role": "user", "content": "x", "images": ["a.png"]}]}, "the field images of message 1"),
+        (
+            {"prompt": [*MESSAGES, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]},
+            "a part of type image in message 3",
+        ),
+    ],
+)
+def test_a_row_with_a_picture_is_refused_with_its_place(tmp_path: Path, row: dict[str, object], medium: str) -> None:
+    source = jsonl(tmp_path / "a.jsonl", row | {"answer": "4"})
+    with pytest.raises(ConfigError, match="has a picture, sound or video") as told:
+        read_examples(source)
+    assert (told.value.got, str(told.value.where)) == (medium, f"{source}, line 1")
+
+
+def test_every_row_with_a_picture_is_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "answer": "4", "images": images} for images in (["a.png"], [], ["b.png"])]
+    with pytest.raises(ConfigError, match="2 of 3 rows") as told:
+        read_examples(parquet(tmp_path / "a.parquet", rows))
+    assert str(told.value.got).startswith("2 x a row of the prompt file has a picture")
+
+
+def test_text_about_pictures_and_empty_fields_are_text(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": "Close the <image> tag.", "answer": "4", "images": [], "path": "x"})
+    assert [example.question for example in read_examples(source)] == ["Close the <image> tag."]
+
+
 def test_parquet_and_jsonl_give_the_same_examples(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": MESSAGES, "answer": "4", "tests": ["a", "b"]}] * 3
     one = read_examples(parquet(tmp_path / "a.parquet", rows))
