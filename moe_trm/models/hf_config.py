@@ -43,7 +43,7 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def read_full_config(checkpoint: str | Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face checkpoint folder as it is.
+    """`config.json` of a Hugging Face checkpoint folder as it is, with what `hf_quant_config.json` says of weights.
 
     Raises:
         CheckpointError: no such folder, no config.json in it, or not JSON.
@@ -67,17 +67,45 @@ def read_full_config(checkpoint: str | Path) -> dict[str, Any]:
             expected="config.json",
             fix="Point model.checkpoint at a complete Hugging Face checkpoint.",
         )
+    return with_quantisation_file(_json_object(path), folder)
+
+
+def with_quantisation_file(hf_config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`config.json` with the description of weights that NVIDIA's ModelOpt writes beside it.
+
+    `hf_quant_config.json` has the form of the weights (NVFP4, FP8, MXFP4) under `quantization`. It counts where
+    config.json has no `quantization_config`. Without `quant_algo` only the cache of the engine is quantised.
+
+    Raises:
+        CheckpointError: a file that is not JSON.
+    """
+    path = folder / "hf_quant_config.json"
+    if hf_config.get("quantization_config") or not path.is_file():
+        return hf_config
+    described = _json_object(path).get("quantization") or {}
+    if not described.get("quant_algo"):
+        return hf_config
+    return {**hf_config, "quantization_config": {"quant_method": "modelopt", **described}}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(
-            "config.json is not valid JSON",
-            where=str(path),
-            got=str(error),
-            expected="a JSON object",
-            fix="Copy the checkpoint again.",
-        ) from error
+        raise _damaged(path, str(error)) from error
+    if not isinstance(data, dict):
+        raise _damaged(path, type(data).__name__)
     return data
+
+
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name} is not valid JSON",
+        where=str(path),
+        got=problem,
+        expected="a JSON object",
+        fix="Copy the checkpoint again.",
+    )
 
 
 def check_vocabulary(folder: str | Path, vocab_size: int) -> None:

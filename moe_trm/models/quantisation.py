@@ -21,7 +21,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """The ends of the names of the two parts of an MXFP4 weight, behind that of the weight."""
 _E4M3 = ("e4m3", "float8_e4m3fn")
 """Names of one number format: DeepSeek's, and MiniMax's."""
-_DESCRIPTION = ("quant_method", "weight_block_size", "activation_scheme", "fmt")
+_DESCRIPTION = ("quant_method", "quant_algo", "weight_block_size", "activation_scheme", "fmt")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from moe_trm import models
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.models.hf_config import read_full_config, reads_images, text_config
+from moe_trm.models.hf_config import read_full_config, reads_images, text_config, with_quantisation_file
 from moe_trm.tools.plan.build import Assumptions, Work, build, overrides
 from moe_trm.tools.plan.cluster import Cluster
 from moe_trm.tools.plan.gpus import GPUS, gpu_of
@@ -144,7 +144,7 @@ def _hf_config(model: ModelConfig, name: str | None) -> tuple[dict[str, Any], st
         raise _unreadable(file, str(error)) from error
     if not isinstance(data, dict):
         raise _unreadable(file, type(data).__name__)
-    return data, str(file)
+    return with_quantisation_file(data, file.parent), str(file)
 
 
 def published() -> list[str]:

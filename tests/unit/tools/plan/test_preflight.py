@@ -51,6 +51,29 @@ def test_what_a_start_refuses_is_not_planned(name: str, tmp_path: Path, capsys: 
     assert not told.out
 
 
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "MXFP4"])
+def test_a_form_that_stands_beside_config_json_is_refused_by_both(
+    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = start_of(load(WORKLOAD), published_config("qwen3_30b_a3b"), tmp_path)
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}))
+    with pytest.raises(CheckpointError, match=f"quant_method=modelopt, quant_algo={algorithm}"):
+        check_model_and_layout(config, 8)
+    assert main(["plan", "--hf-config", str(tmp_path / "config.json"), "--nodes", "16"]) == 2
+    assert f"quant_algo={algorithm}" in capsys.readouterr().err
+
+
+def test_a_quantised_cache_leaves_the_weights_plain(tmp_path: Path) -> None:
+    config = start_of(load(WORKLOAD), published_config("qwen3_30b_a3b"), tmp_path)
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    check_model_and_layout(config, 8)
+    beside.write_text("{")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json is not valid JSON"):
+        check_model_and_layout(config, 8)
+
+
 def test_advice_is_not_what_is_set_already(tmp_path: Path) -> None:
     hf, _ = REFUSED["mimo"]
     config = load(WORKLOAD, ["learner.backend=deepspeed"])
