@@ -2,19 +2,14 @@
 
 `routing.hf_context.replay` is the same for a single forward, in one line.
 
-In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states,
-ids, weights). A forward hook on the gate replaces ids and weights. A pre-hook on the experts counts the ids that they
-are really given. That fits Qwen3-MoE, OLMoE, Mixtral and gpt-oss (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a
-selection bias and expert groups).
+In these models a `gate` module returns logits, gate weights and expert ids, and an `experts` module takes hidden
+states, ids and weights. Which value is which, and how weights follow from logits, is found when the hooks are attached
+(`routing.hosts.hf_gates`); a gate that is not understood is refused there. A forward hook on the gate replaces ids and
+weights. A pre-hook on the experts counts the ids that they are really given.
 
-Gate weights are recomputed over the replayed ids from the live logits, with gradient:
-
-- softmax: `w = p[I]`, divided by its sum where the gate normalises.
-- sigmoid: `w = s[I]`, the same, times the scaling factor. The bias and the groups of a sigmoid gate select experts but
-  are not part of the weights.
-
-Every replayed forward checks that this is the gate's own formula, by applying it to the gate's own ids. A gate that
-computes anything else is refused at `report`.
+Gate weights are recomputed over the replayed ids from the live logits, with gradient. A bias and groups select experts
+but are not part of the weights. Every replayed forward checks that this is the gate's own formula, by applying it to
+the gate's own ids. Where it no longer is, `report` refuses.
 
 The auxiliary loss stays natural: transformers takes its top-k from the returned logits.
 
@@ -39,6 +34,8 @@ from routing.hosts.hf_blocks import body_of, check_weights, check_whole
 from routing.hosts.hf_blocks import gate_of as gate_of
 from routing.hosts.hf_blocks import moe_blocks as moe_blocks
 from routing.hosts.hf_blocks import selection_bias as selection_bias
+from routing.hosts.hf_gates import contracts_of
+from routing.hosts.hf_gates import gate_weights as gate_weights
 from routing.hosts.hf_indexer import IndexerReplay, indexers
 from routing.indexer.proof import both, judge_indexers
 from routing.judge.flip_bound import FlipBoundError
@@ -93,6 +90,7 @@ class HFReplayer:
             raise ReplayRefusedError("routing replay cannot be used with a dense model: it has no routers")
         for layer, block in self._blocks.items():
             check_weights(layer, gate_of(block))
+        self._contracts = contracts_of(self._blocks)
         first = next(iter(self._blocks.values()))
         self.num_experts, self.top_k = int(gate_of(first).num_experts), int(gate_of(first).top_k)
         self._device = gate_of(first).weight.device
@@ -308,21 +306,23 @@ class HFReplayer:
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: ids.to(self._device, non_blocking=True) for layer, ids in routes.items()}
 
-    def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Any, ...]) -> Any:
         running, recompute = self._running.current()
         if recompute:
             self._check_alone(gate)
-        logits, weights, live = output
+        contract = self._contracts[layer]
+        logits, weights, live = contract.read(output)
         check_whole(layer, logits)
-        if running.records and (scores := _selection_scores(self._blocks[layer], logits)) is not None:
+        if running.records and contract.takes_best:
+            scores = contract.selection_scores(logits, selection_bias(self._blocks[layer]))
             running.keep_margin(layer, scores, self.top_k)
         ids = running.choose(layer, live, recompute)
         if running.watch is not None and not recompute:
-            running.watch.see(layer, logits, ids, sigmoid=selection_bias(self._blocks[layer]) is not None)
+            running.watch.see(layer, logits, ids, sigmoid=contract.sigmoid)
         if ids is live:
             return None
         with torch.no_grad():
-            formula_weights = gate_weights(self._blocks[layer], logits, live).to(weights.dtype)
+            formula_weights = contract.gate_weights(logits, live).to(weights.dtype)
             # What attention makes of padding may be NaN, which is close to nothing.
             differs_N = ~torch.isclose(formula_weights, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula[layer] += (differs_N & running.due).sum()
@@ -331,26 +331,26 @@ class HFReplayer:
         if logits.requires_grad and self._gates.watches(layer):
             logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         self._logits[layer] = logits.detach()
-        return logits, gate_weights(self._blocks[layer], logits, ids).to(weights.dtype), ids
+        return contract.write(output, contract.gate_weights(logits, ids).to(weights.dtype), ids)
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running, recompute = self._running.current()
-        ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        weights, ids = self._contracts[layer].passed_weights_and_ids(args, kwargs)
         # Weights stand in the order of the ids, so the order is proved as well.
         running.prove(layer, lambda expected: (ids == expected).all(1), recompute)
         if running.replays:
-            self._prove_gate(layer, running, kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2])
+            self._prove_gate(layer, running, weights)
 
     def _prove_gate(self, layer: int, running: ReplayPass, weights: Tensor) -> None:
         """See `routing.replay.gate_proof`. The weights stand in the order of the ids that were replayed."""
-        gate = gate_of(self._blocks[layer])
+        gate, contract = gate_of(self._blocks[layer]), self._contracts[layer]
         # Nothing is known here about a gate whose hook was taken away; that it was not asked is counted.
         if (logits := self._logits.pop(layer, None)) is not None:
             with torch.no_grad():
-                formula = gate_weights(self._blocks[layer], logits, running.expected[layer])
+                formula = contract.gate_weights(logits, running.expected[layer])
                 self._gates.compare(layer, weights, formula, running.due)
         # One weight that is divided by itself is 1, whatever the logits are.
-        constant = self.top_k == 1 and getattr(gate, "norm_topk_prob", True)
+        constant = self.top_k == 1 and contract.normalised
         has_gradient = gate.weight.requires_grad or self._has_gradient.get(layer, False)
         trained = torch.is_grad_enabled() and has_gradient and not constant
         if trained and self._gates.watches(layer):
@@ -373,35 +373,3 @@ class HFReplayer:
             raise ReplayProofError(
                 "MoE blocks are no longer the ones the replayer was attached to: the model was rebuilt"
             )
-
-
-def gate_weights(block: nn.Module, logits: Tensor, ids: Tensor) -> Tensor:
-    """Gate weights `[N, K]` of `ids` from live `logits` `[N, E]`, as the gate of `block` weighs its choice.
-
-    Differentiable in `logits`.
-    """
-    gate = gate_of(block)
-    if selection_bias(block) is not None:
-        scores = logits.float().sigmoid().gather(1, ids)
-        # MiniMax-M2 has no switch: it normalises, and scales by nothing.
-        if getattr(gate, "norm_topk_prob", True):
-            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return scores * float(getattr(gate, "routed_scaling_factor", 1.0))
-    if getattr(gate, "bias", None) is not None:
-        # gpt-oss takes the softmax of the chosen logits; the same weights but for rounding.
-        return logits.gather(1, ids).softmax(-1)
-    chosen_weights = logits.softmax(-1, dtype=torch.float32).gather(1, ids)
-    # Mixtral always normalises and has no switch for it.
-    return (
-        chosen_weights / chosen_weights.sum(-1, keepdim=True)
-        if getattr(gate, "norm_topk_prob", True)
-        else chosen_weights
-    )
-
-
-def _selection_scores(block: nn.Module, logits: Tensor) -> Tensor | None:
-    """`[N, E]` that the gate of `block` takes the best of; None where it chooses groups of experts first."""
-    logits, bias = logits.detach().float(), selection_bias(block)
-    if bias is None:
-        return logits.softmax(-1)
-    return logits.sigmoid() + bias if getattr(gate_of(block), "num_group", 1) == 1 else None

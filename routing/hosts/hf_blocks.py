@@ -47,15 +47,19 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
 
     Raises:
         ReplayRefusedError: a gate that is a plain linear layer (transformers before 5.0 chooses experts inside the
-            block), input noise that would make replay differ from the rollout, or a model of FSDP1.
+            block), experts that no gate stands beside, input noise that would make replay differ from the rollout, or
+            a model of FSDP1.
     """
     blocks: dict[int, Any] = {}
+    experts: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if _FLATTENED in name:
             raise ReplayRefusedError(
                 "routes are not replayed under FullyShardedDataParallel (FSDP1), because this was never proved. Share "
                 "the model with torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
+        if name.endswith(".experts"):
+            experts[name] = module
         place = re.search(r"(?:^|\.)layers\.(\d+)\.\w+$", name.replace(_CHECKPOINTED, ""))
         if place is None or not (gate_of(module) is not None and hasattr(module, "experts")):
             continue
@@ -67,6 +71,12 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
         if getattr(module, "jitter_noise", 0):
             raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")
         blocks[int(place[1])] = module
+    attached = {id(block.experts) for block in blocks.values()}
+    if alone := next((name for name, module in experts.items() if id(module) not in attached), None):
+        raise ReplayRefusedError(
+            f"{alone} are experts without a gate beside them in a module of a decoder layer (layers.N.NAME): their "
+            "routes can be neither recorded nor replayed by hooks"
+        )
     return dict(sorted(blocks.items()))
 
 

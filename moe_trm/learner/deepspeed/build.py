@@ -35,7 +35,7 @@ from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.sync.rounding import computes_in
-from routing.hf import HFReplayer
+from routing.hf import HFReplayer, moe_blocks
 from routing.hosts.hf_blocks import body_of
 
 
@@ -67,7 +67,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     settings = zero_config(config.learner, config.optimizer)
     engine = _initialize(policy, adam, settings, device, checkpoint if by_parts else None)
     replayer = None
-    if num_experts(hf):
+    # Families name the number of experts in many ways; what transformers built has them or not.
+    if num_experts(hf) or moe_blocks(policy.causal):
         replayer = HFReplayer(
             policy.causal, max_local_flip_rate=config.replay.stops_above, missing=config.replay.missing
         )

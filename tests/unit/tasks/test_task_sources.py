@@ -72,16 +72,16 @@ def test_bad_rows_are_told_together_with_the_field_that_is_wrong(tmp_path: Path)
     bad = ['{"prompt": ', '{"prompt": 7, "answer": "4"}', '{"prompt": "x", "answer": null}', "[]"]
     bad += ['{"prompt": "x", "gold": "4"}'] * 20
     path.write_text("\n".join([good[0], *bad, *good[1:]]))
-    with pytest.raises(ConfigError, match="24 of 27 rows of the prompt file cannot be used") as told:
+    with pytest.raises(ConfigError, match="24 of 27 rows of the prompt file cannot be used") as caught:
         read_examples(path)
-    lines = str(told.value.got).splitlines()
+    lines = str(caught.value.got).splitlines()
     assert lines[0] == "21 x a row of the prompt file has no answer"
     assert {"1 x a line of the prompt file is not valid JSON", "1 x a row of the prompt file has no prompt"} < {*lines}
     assert {"line 3: prompt is 7", "line 4: answer is None", "line 6: no answer", "... and 4 more"} < {*lines}
     gsm = jsonl(tmp_path / "g.jsonl", *({"question": "x", "answer": f"so {n}"} for n in range(2)))
-    with pytest.raises(ConfigError, match="2 of 2 rows") as told:
+    with pytest.raises(ConfigError, match="2 of 2 rows") as caught:
         read_gsm8k(gsm)
-    assert "line 2: answer ends in 'so 1'" in str(told.value.got)
+    assert "line 2: answer ends in 'so 1'" in str(caught.value.got)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_bad_rows_are_told_together_with_the_field_that_is_wrong(tmp_path: Path)
 )
 def test_a_row_with_a_picture_is_refused_with_its_place(tmp_path: Path, row: dict[str, object], medium: str) -> None:
     source = jsonl(tmp_path / "a.jsonl", row | {"answer": "4"})
-    with pytest.raises(ConfigError, match="has a picture, sound or video") as told:
+    with pytest.raises(ConfigError, match="has a picture, sound or video") as caught:
         read_examples(source)
-    assert (told.value.got, str(told.value.where)) == (medium, f"{source}, line 1")
+    assert (caught.value.got, str(caught.value.where)) == (medium, f"{source}, line 1")
 
 
 def test_every_row_with_a_picture_is_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "x", "answer": "4", "images": images} for images in (["a.png"], [], ["b.png"])]
-    with pytest.raises(ConfigError, match="2 of 3 rows") as told:
+    with pytest.raises(ConfigError, match="2 of 3 rows") as caught:
         read_examples(parquet(tmp_path / "a.parquet", rows))
-    assert str(told.value.got).startswith("2 x a row of the prompt file has a picture")
+    assert str(caught.value.got).startswith("2 x a row of the prompt file has a picture")
 
 
 def test_text_about_pictures_and_empty_fields_are_text(tmp_path: Path) -> None:
