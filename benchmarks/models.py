@@ -25,6 +25,8 @@ from moe_trm.models.registry import MOE_FAMILIES, family_of
 
 FOUND = Path(__file__).parent / "models.json"
 FOUND_RELEASES = Path(__file__).parent / "releases.json"
+FOUND_PROOFS = Path(__file__).parent / "families.json"
+"""What `benchmarks.families` found."""
 RELEASES = Path(__file__).parents[1] / "moe_trm" / "models" / "published"
 """config.json of published models."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -141,7 +143,7 @@ def _reason(text: str) -> str:
     return line.strip().replace("|", "/")[:160]
 
 
-def page(found: Mapping[str, Any], releases: Mapping[str, Any]) -> str:
+def page(found: Mapping[str, Any], releases: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
     """The page: what `models_page.md` says, and the tables."""
     lines = [
         "| family | engine | serve | convert | replay R2 | replay R3 | mask | sync |",
@@ -175,7 +177,17 @@ def page(found: Mapping[str, Any], releases: Mapping[str, Any]) -> str:
                 lines.append(f"| {family} | {engine} | " + " | ".join(figures) + " |")
     head, rest = TEXT.read_text(encoding="utf-8").split("<!-- tables -->\n")
     middle, tail = rest.split("<!-- releases -->\n")
-    return head + "\n".join(lines) + "\n" + middle + "\n".join(release_lines(releases)) + "\n" + tail
+    released, proved = "\n".join(release_lines(releases)), "\n".join(proof_lines(proofs))
+    return head + "\n".join(lines) + f"\n{middle}{released}\n" + tail.replace("<!-- proofs -->", proved)
+
+
+def proof_lines(proofs: Mapping[str, Any]) -> list[str]:
+    """The table of transformers' families: `proved`, or the step that failed and why."""
+    lines = ["| family of transformers | replay | why |", "|---|---|---|"]
+    for name, proof in proofs.items():
+        result = f"refused at `{proof['step']}`" if proof["step"] else "proved"
+        lines.append(f"| {name} | {result} | {proof['problem']} |")
+    return lines
 
 
 def release_lines(found: Mapping[str, Any]) -> list[str]:
@@ -218,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = tuple(sorted(path.stem for path in RELEASES.glob("*.json")))
     requested = [] if args.page_only or args.release is None else args.release or names
     _run_all(examine_release, requested, names, FOUND_RELEASES)
-    PAGE.write_text(page(_found(FOUND), _found(FOUND_RELEASES)), encoding="utf-8")
+    PAGE.write_text(page(found_in(FOUND), found_in(FOUND_RELEASES), found_in(FOUND_PROOFS)), encoding="utf-8")
     return 0
 
 
@@ -226,7 +238,7 @@ def _run_all(
     run: Callable[[str, Path], dict[str, Any]], names: Sequence[str], order: Sequence[str], place: Path
 ) -> None:
     """Run each of `names`, and keep what was found in `place`, in this order."""
-    found = _found(place)
+    found = found_in(place)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = run(name, Path(folder))
@@ -235,7 +247,8 @@ def _run_all(
         place.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
-def _found(place: Path) -> dict[str, Any]:
+def found_in(place: Path) -> dict[str, Any]:
+    """What a file of results has; nothing where there is none."""
     return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
 
 

@@ -63,10 +63,10 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
         place = re.search(r"(?:^|\.)layers\.(\d+)\.\w+$", name.replace(_CHECKPOINTED, ""))
         if place is None or not (gate_of(module) is not None and hasattr(module, "experts")):
             continue
-        if not all(hasattr(gate_of(module), needed) for needed in ("top_k", "num_experts", "weight")):
+        if lacking := [part for part in ("top_k", "num_experts", "weight") if not hasattr(gate_of(module), part)]:
             raise ReplayRefusedError(
-                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes "
-                "cannot be replayed by hooks. Use transformers 5.0 or later."
+                f"the gate of {name} is a {type(gate_of(module)).__name__} without {', '.join(lacking)}: routes cannot "
+                "be replayed by hooks. In transformers 5.0 and later most gates have them."
             )
         if getattr(module, "jitter_noise", 0):
             raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")

@@ -116,7 +116,8 @@ def contract_of(layer: int, block: nn.Module) -> GateContract:
     returned, args, kwargs, bias = _answer(layer, block)
     values = returned if isinstance(returned, tuple) else (returned,)
     num_experts, top_k = int(gate.num_experts), int(gate.top_k)
-    arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
     ids = _passed_on(values, arguments, (NUM_TOKENS, top_k), floating=False)
     weights = _passed_on(values, arguments, (NUM_TOKENS, top_k), floating=True)
     shape = (NUM_TOKENS, num_experts)
@@ -181,7 +182,7 @@ def _answer(layer: int, block: nn.Module) -> tuple[Any, tuple[Any, ...], dict[st
     copied._modules[name] = asked = _bare(gate, generator)
     returned: list[Any] = []
     asked.register_forward_hook(lambda _gate, _args, output: returned.append(output))
-    hidden = torch.randn(1, NUM_TOKENS, _shape(gate.weight)[-1], generator=generator)
+    hidden = torch.randn(1, NUM_TOKENS, _shape(gate.weight)[-1], generator=generator, device="cpu")
     try:
         with torch.no_grad():
             copied(hidden)
@@ -224,11 +225,11 @@ def _random(tensor: Tensor | None, generator: torch.Generator) -> Any:
         return None
     shape = _shape(tensor)
     if not tensor.is_floating_point():
-        drawn = torch.zeros(shape, dtype=tensor.dtype)
+        drawn = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
     elif len(shape) == 2:
-        drawn = torch.randn(shape, generator=generator) * 1.5 / shape[-1] ** 0.5
+        drawn = torch.randn(shape, generator=generator, device="cpu") * 1.5 / shape[-1] ** 0.5
     else:
-        drawn = torch.rand(shape, generator=generator)
+        drawn = torch.rand(shape, generator=generator, device="cpu")
     return nn.Parameter(drawn, requires_grad=False) if isinstance(tensor, nn.Parameter) else drawn
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config, LayerNoiseConfig
 from moe_trm.learner.alignment import alignment_of
+from moe_trm.learner.deepspeed.conformance import check_conformance
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.lora import DeepSpeedAdapters, add_adapters
 from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer, adamw, freeze
@@ -50,6 +51,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     folder = config.model.checkpoint
     hf = read_hf_config(folder)
     check_model(config, hf)
+    check_conformance(hf, f"{folder}/config.json")
     check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)

@@ -38,13 +38,21 @@ from routing.record.sources import Record, ReplayRecorded, ReplayRecords, RouteS
 NUM_TOKENS = 12
 ATOL, GRADIENT_RTOL = 2e-5, 1e-3
 """In float32, where rounding alone gives at most 1e-6, and a wrong expert more than 1e-3."""
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError)
-_ERRORS += (TypeError, ValueError)
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Of code that was never run here, and of the replay that refuses it."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class Conformance:
     """The step at which a family failed and why; both empty: it is proved."""
 
     step: str = ""
@@ -77,6 +85,7 @@ class _Steps:
             with self._replayer.use(Record(), **self._rows) as running:
                 self._native = self._scores()
             again = self._replayed(ReplayRecorded(running.recorded()))
+        self._replayer.report()
         return "" if torch.equal(again, self._native) else f"log-probs differ by {_gap(again, self._native):.1e}"
 
     def forced(self) -> str:
@@ -120,7 +129,7 @@ class _Steps:
 STEPS = ("build", "attach", "native", "forced", "gradient", "dispatch")
 
 
-def examine(hf_config: Mapping[str, Any]) -> Finding:
+def examine(hf_config: Mapping[str, Any]) -> Conformance:
     """Every step for the classes of `hf_config`, up to the first that fails. Takes seconds on a CPU.
 
     Numbers that the caller draws stay the same.
@@ -133,8 +142,8 @@ def examine(hf_config: Mapping[str, Any]) -> Finding:
             except _ERRORS as error:
                 problem = f"{type(error).__name__}: {error}"
             if problem:
-                return Finding(step, problem)
-    return Finding()
+                return Conformance(step, problem)
+    return Conformance()
 
 
 class _Choice(TorchFunctionMode):
@@ -147,7 +156,7 @@ class _Choice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.topk, Tensor.topk) and args[0].shape[-1] == self._num_experts:
             ids = self._ids.view(*args[0].shape[:-1], -1)
-            return torch.return_types.topk((args[0].gather(-1, ids), ids))  # type: ignore[attr-defined]
+            return torch.return_types.topk((args[0].gather(-1, ids), ids))
         return func(*args, **(kwargs or {}))
 
 
@@ -164,29 +173,32 @@ def own_choice(model: nn.Module, routes: np.ndarray) -> Iterator[None]:
 
 
 def _enter(choice: TorchFunctionMode, _gate: nn.Module, _args: Any) -> None:
-    choice.__enter__()
+    choice.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _leave(choice: TorchFunctionMode, _gate: nn.Module, _args: Any, _output: Any) -> None:
-    choice.__exit__(None, None, None)
+    choice.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def _tiny(hf_config: Mapping[str, Any]) -> Any:
     """The causal model, in float32 on the CPU. Weights are so large that another expert changes the log-probs."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = shrunk(library_config(hf_config))
-    kind = type(AutoConfig.for_model(small["model_type"]))
-    causal = AutoModelForCausalLM.from_config(kind.from_dict(small), dtype=torch.float32).eval()
+    try:
+        config = type(AutoConfig.for_model(small["model_type"])).from_dict(small)
+    except StrictDataclassError as error:
+        raise ValueError(str(error)) from error
+    causal = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in causal.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-        for block in moe_blocks(causal).values():
-            for buffer in block.buffers():
-                if buffer.is_floating_point():
-                    buffer.uniform_(-0.1, 0.1, generator=generator)
+        for name, buffer in causal.named_buffers():
+            if name.endswith("bias"):
+                buffer.uniform_(-0.1, 0.1, generator=generator)
     return causal
 
 

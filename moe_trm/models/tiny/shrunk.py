@@ -59,7 +59,8 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 """Keys for the number of experts of a layer."""
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "num_selected_experts")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
-_BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_layer_types", "indexer_types")
+_BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
+_HEADS_BY_LAYER = "num_attention_heads_per_layer"
 
 
 def shrunk(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +90,8 @@ def shrunk(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
         if _is_number(small.get(key)):
             small[key] = min(1, int(small[key]))
+    if isinstance(small.get(_HEADS_BY_LAYER), list):
+        small[_HEADS_BY_LAYER] = [NUM_HEADS] * len(kept)
     return small | _heads(small)
 
 

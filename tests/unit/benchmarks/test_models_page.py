@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import models
+from benchmarks import families, models
 from moe_trm.models.registry import MOE_FAMILIES
 from tests.published_models import NAMES
 
@@ -18,13 +18,20 @@ ReplayProofError: layer 2: 58% of the sets differ | bound 30%
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 FOUND = json.loads(models.FOUND.read_text(encoding="utf-8"))
+PROOFS = json.loads(models.FOUND_PROOFS.read_text(encoding="utf-8"))
 RELEASED = json.loads(models.FOUND_RELEASES.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_what_the_last_run_wrote() -> None:
-    assert models.PAGE.read_text(encoding="utf-8") == models.page(FOUND, RELEASED), (
+    assert models.PAGE.read_text(encoding="utf-8") == models.page(FOUND, RELEASED, PROOFS), (
         "run `python -m benchmarks.models --page-only`"
     )
+
+
+def test_every_moe_family_of_transformers_is_in_the_table() -> None:
+    assert list(PROOFS) == list(families.moe_families()), "run `python -m benchmarks.families` for the new ones"
+    assert sum(not proof["step"] for proof in PROOFS.values()) >= 24
+    assert all(proof["problem"] for proof in PROOFS.values() if proof["step"])
 
 
 def test_every_cell_of_every_family_is_yes_or_has_its_reason() -> None:
@@ -71,7 +78,7 @@ def test_a_reason_is_numbered_once_and_said_below() -> None:
     found = {
         "one": {"sglang": dict.fromkeys(models.CHECKS["sglang"], "it fell over"), "megatron": cells, "deepspeed": cells}
     }
-    page = models.page(found, {})
+    page = models.page(found, {}, {})
     assert "| one | SGLang | no (1) | - | - | no (1) | no (1) | no (1) |" in page
     assert "\n1. it fell over\n" in page
     assert "| one | Megatron-Core | - | yes | yes | yes | yes | yes |" in page

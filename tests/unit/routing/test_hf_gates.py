@@ -64,7 +64,11 @@ def test_a_gate_is_understood_whatever_the_order_and_the_formula(family: str) ->
     model = build(family, UNDERSTOOD[family])
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     tokens = torch.randint(3, VOCAB, (1, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(0))
-    rows = {"input_ids": tokens[:, :-1], "target_ids": tokens[:, 1:], "valid": torch.ones(1, NUM_TOKENS).bool()}
+    rows: dict[str, Any] = {
+        "input_ids": tokens[:, :-1],
+        "target_ids": tokens[:, 1:],
+        "valid": torch.ones(1, NUM_TOKENS).bool(),
+    }
 
     def scores() -> Tensor:
         logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits

@@ -105,7 +105,9 @@ def test_a_row_with_a_picture_is_refused_with_its_place(tmp_path: Path, row: dic
 
 
 def test_every_row_with_a_picture_is_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": "x", "answer": "4", "images": images} for images in (["a.png"], [], ["b.png"])]
+    rows: list[dict[str, object]] = [
+        {"prompt": "x", "answer": "4", "images": images} for images in (["a.png"], [], ["b.png"])
+    ]
     with pytest.raises(ConfigError, match="2 of 3 rows") as caught:
         read_examples(parquet(tmp_path / "a.parquet", rows))
     assert str(caught.value.got).startswith("2 x a row of the prompt file has a picture")
