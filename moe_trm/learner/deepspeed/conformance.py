@@ -146,7 +146,7 @@ def examine(hf_config: Mapping[str, Any]) -> Conformance:
     return Conformance()
 
 
-class _Choice(TorchFunctionMode):
+class _ForcedTopK(TorchFunctionMode):
     """Inside of it, the best K of E are `ids` `[T, K]`."""
 
     def __init__(self, ids: Tensor, num_experts: int) -> None:
@@ -166,7 +166,7 @@ def own_choice(model: nn.Module, routes: np.ndarray) -> Iterator[None]:
     with ExitStack() as stack:
         for place, block in enumerate(moe_blocks(model).values()):
             gate = gate_of(block)
-            choice = _Choice(torch.from_numpy(routes[:, place].astype(np.int64)), int(gate.num_experts))
+            choice = _ForcedTopK(torch.from_numpy(routes[:, place].astype(np.int64)), int(gate.num_experts))
             stack.callback(gate.register_forward_pre_hook(partial(_enter, choice)).remove)
             stack.callback(gate.register_forward_hook(partial(_leave, choice), always_call=True).remove)
         yield
