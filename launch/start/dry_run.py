@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -39,7 +39,7 @@ def try_task(config: Config) -> None:
 
     Raises `CheckpointError` for a tokenizer or a chat template that does not fit, `ConfigError` for prompts that cannot
     be read, and for a function that cannot be loaded, fails, takes too long, or returns no number, on every prompt
-    tried.
+    tried; and for `task.reward_weights` of rewards that the function does not return.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     for line in too_long(task, config.rollout, config.eval):
@@ -122,7 +122,20 @@ async def _reward(task: Task, prompt: Prompt) -> None:
         finish_reason="stop",
         extra=prompt.extra,
     )
-    read_reward(await task.reward(sample), task.reward_weights, f"prompt {prompt.prompt_id}")
+    reward = read_reward(await task.reward(sample), task.reward_weights, f"prompt {prompt.prompt_id}")
+    _check_weights(task.reward_weights, reward.parts)
+
+
+def _check_weights(weights: Mapping[str, float], parts: Mapping[str, float]) -> None:
+    unknown = sorted(set(weights) - set(parts))
+    if unknown:
+        raise ConfigError(
+            "these rewards have a weight and are not returned",
+            where="task.reward_weights",
+            got=", ".join(unknown),
+            expected=", ".join(parts) or "none: the reward is one number",
+            fix="correct the name; where only some answers have that reward, return it as 0 for the others",
+        )
 
 
 async def _rollout(rollout: RolloutConfig, agent: AgentConfig, keeps_masks: bool, task: Task, prompt: Prompt) -> None:

@@ -20,6 +20,10 @@ MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
 
 
+LOWEST_TEMPERATURE = {"sglang": 1e-6, "vllm": 1e-2}
+"""Below it SGLang decodes greedily at temperature 1, and vLLM takes this in its place."""
+
+
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
@@ -113,6 +117,13 @@ def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sy
             got=str(rollout.top_k),
             expected=f"at most {MASK_LIMIT}",
             fix="lower rollout.top_k or set sampling_mask.mode=off",
+        )
+    if rollout.temperature < (bound := LOWEST_TEMPERATURE.get(rollout.engine, 0.0)):
+        yield Problem(
+            "rollout.temperature",
+            f"below {bound:g} {rollout.engine} samples at another temperature than it is asked for",
+            got=str(rollout.temperature),
+            expected=f"at least {bound:g}",
         )
     if rollout.top_k == 1:
         yield Problem(

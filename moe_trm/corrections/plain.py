@@ -110,7 +110,7 @@ def correct(
 
     Raises:
         ConfigError: rules that cannot be bound, that read what is not given, or that need the whole minibatch; tensors
-            of different shapes.
+            of different shapes; weights that are not finite.
     """
     tensors = {
         "rollout_logprobs": rollout_logprobs,
@@ -138,6 +138,14 @@ def correct(
         correction = normalized(correction, weight_sums(weighing, evidence.mask, batch_normalize))
         metrics |= summable.moments("correction/weight", correction.weights, evidence.mask)
     correction = replace(correction, metrics=metrics)
+    if not correction.weights[evidence.mask].isfinite().all():
+        raise ConfigError(
+            "a rule's weights are no finite numbers",
+            where="moe_trm.corrections.plain",
+            got=", ".join(rule.rule.name for rule in bound),
+            expected="a finite weight on every sampled token",
+            fix="look for log-probs that are not finite on tokens that the mask has, and for a division in your rule",
+        )
     return Corrected(correction.weights, correction.keep, summable.finalize(correction.metrics))
 
 

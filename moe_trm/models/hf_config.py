@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,17 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     return text_config(read_full_config(checkpoint))
 
 
+def missing_folder_fix(checkpoint: str) -> str:
+    """Advice for a checkpoint folder that is not there; a name of the Hugging Face hub is downloaded first."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", checkpoint) and not Path(checkpoint).parent.is_dir():
+        folder = f"checkpoints/{checkpoint.rpartition('/')[2]}"
+        return (
+            "Check model.checkpoint. If it is a name of the Hugging Face hub, download it where the network is: "
+            f"`hf download {checkpoint} --local-dir {folder}`, and set model.checkpoint={folder}."
+        )
+    return "Check model.checkpoint."
+
+
 def read_full_config(checkpoint: str | Path) -> dict[str, Any]:
     """`config.json` of a Hugging Face checkpoint folder as it is, with what `hf_quant_config.json` says of weights.
 
@@ -56,7 +68,7 @@ def read_full_config(checkpoint: str | Path) -> dict[str, Any]:
             where=where,
             got="no such folder",
             expected="a folder with config.json and safetensors",
-            fix="Check model.checkpoint.",
+            fix=missing_folder_fix(str(checkpoint)),
         )
     path = folder / "config.json"
     if not path.is_file():

@@ -19,11 +19,13 @@ def sample_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> 
     lengths = np.array([num_sampled(record) for record in records])
     groups = np.array([record.group_id for record in records])
     spread = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
-    solved = [rewards[groups == group].min() == 1 for group in np.unique(groups)]
+    # Without rewards above 1, 1 is the highest there is; else the step's own highest is all that is known.
+    highest = max(1.0, float(rewards.max()))
+    solved = [rewards[groups == group].min() == highest for group in np.unique(groups)]
     return {
         "reward/mean": float(rewards.mean()),
         "reward/zero_variance_groups": float(np.mean(np.array(spread) == 0)),
-        "reward/solved_groups": float(np.mean(solved)) if rewards.max() <= 1 else 0.0,
+        "reward/solved_groups": float(np.mean(solved)),
         **explained_variance(rewards, groups),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),

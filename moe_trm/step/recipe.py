@@ -20,8 +20,10 @@ from moe_trm.corrections.compose import labelled
 from moe_trm.errors import ConfigError, refuse_together
 from moe_trm.losses import BoundLoss
 from moe_trm.methods.losses import DEFAULT_LOSS
+from moe_trm.methods.own import is_own
 from moe_trm.methods.parameters import Parameter
 from moe_trm.methods.presets import Preset
+from moe_trm.step.trial import try_loss, try_rule
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
@@ -142,7 +144,10 @@ def recipe(config: Config) -> Recipe:
 
 
 def _bound(name: str, thresholds: Mapping[str, float | str]) -> BoundRule:
-    return corrections.get(name).bind(**thresholds)
+    bound = corrections.get(name).bind(**thresholds)
+    if is_own(name):
+        try_rule(bound)
+    return bound
 
 
 def _rule(item: RuleConfig) -> BoundRule | Uncalibrated:
@@ -184,4 +189,7 @@ def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
 def _loss(config: LossConfig, preset: Preset | None) -> BoundLoss:
     name, parameters = (preset and preset.loss) or (config.name or DEFAULT_LOSS, {})
     typed: Mapping[str, Parameter] = {**parameters, **config.clips, **config.parameters}
-    return losses.get(name).bind(**typed)
+    bound = losses.get(name).bind(**typed)
+    if is_own(name):
+        try_loss(bound)
+    return bound

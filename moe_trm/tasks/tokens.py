@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from moe_trm.errors import CheckpointError
-from moe_trm.models.hf_config import text_config
+from moe_trm.models.hf_config import missing_folder_fix, text_config
 from moe_trm.tasks.template_variables import check_variables
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
@@ -50,7 +50,7 @@ class Tokens:
                 where=str(folder),
                 got="no such folder",
                 expected="a Hugging Face checkpoint folder",
-                fix="check model.checkpoint",
+                fix=missing_folder_fix(str(folder)),
             )
         config = text_config(self._json("config.json", required=True))
         self._tokenizer = self._load()

@@ -15,7 +15,16 @@ from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 from moe_trm.observe.advice.remedies import Remedy, Settings, first
 from moe_trm.observe.advice.verdict_mismatch import CASES, UNSPLIT, before_a_fall, costly, escalation, measured
 from moe_trm.observe.advice.verdict_records import claims
-from moe_trm.observe.advice.verdict_training import clipping, gradient, length, reward, router, servers, signal
+from moe_trm.observe.advice.verdict_training import (
+    clipping,
+    gradient,
+    length,
+    reward,
+    router,
+    servers,
+    signal,
+    untrained,
+)
 from moe_trm.observe.advice.verdict_types import Case, Verdict, pick
 
 __all__ = [
@@ -63,10 +72,11 @@ def verdict(
     | `variance` | the noise of the gradient is 4 times what it was before corrections acted | the part, or no rules |
     | `router` | samples are beyond the bound on flips, with rows and layers in place | age, or lr |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
-    | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
-    | `learned` | and in over half of them every sample has reward 1, the highest | harder prompts |
+    | `gradient`, `signal` | norm above 100, or none; over half of the groups have equal rewards | lr, dropping groups |
+    | `learned` | and in over half of them every sample has the highest reward | harder prompts |
     | `reward` | the mean of 10 steps is 30% below the best such mean, by over four standard errors | lr |
     | `servers` | a rollout server is out of service, or was during this step | its log |
+    | `stalled` | no optimizer step was made | what keeps tokens from training |
 
     The order is that of the table. A step is not judged on a metric that it did not measure, and a sentence says which
     causes cannot be known. The result is `unclear` if the mismatch was not measured at all. "Nothing needs to change"
@@ -92,7 +102,9 @@ def verdict(
         or gradient(seen)
         or signal(seen, settings)
     )
-    return router(seen, settings) or of_training or reward(history) or servers(history) or _calm(seen)
+    return (
+        router(seen, settings) or of_training or reward(history) or servers(history) or untrained(seen) or _calm(seen)
+    )
 
 
 def last_probe(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -125,7 +137,8 @@ def nothing_trains(history: Sequence[Mapping[str, float]], settings: Settings = 
             )
     else:
         why = "no token that is kept has an advantage" if seen.get("optimizer/empty") else "no sample was left to train"
-    sentence = f"Nothing trains, for {STALLED_STEPS} steps or more: {why}. {cause.sentence}"
+    advice = "" if cause.case == "stalled" else f" {cause.sentence}"
+    sentence = f"Nothing trains, for {STALLED_STEPS} steps or more: {why}.{advice}"
     return Verdict("stalled", sentence, evidence, cause.config)
 
 

@@ -64,10 +64,28 @@ def gradient(seen: Mapping[str, float]) -> Verdict | None:
     norm = seen.get("optimizer/grad_norm", 0.0)
     if norm <= GRADIENT_NORM:
         return None
+    if not math.isfinite(norm):
+        scaled = "float16's loss scale falls until it is one; else " if "optimizer/loss_scale" in seen else ""
+        text = (
+            "The gradient is no finite number, and the update was skipped: "
+            f"{scaled}look for weights of a rule, advantages or a loss of your own that are not finite."
+        )
+        return Verdict("gradient", text, pick(seen, "optimizer/grad_norm", "optimizer/skipped"), "")
     text = (
         f"The gradient has a norm of {norm:,.0f}: what clips it leaves its direction alone, and one row may set that."
     )
     return Verdict("gradient", text, {"optimizer/grad_norm": norm}, _half_rate(seen).config)
+
+
+def untrained(seen: Mapping[str, float]) -> Verdict | None:
+    """No optimizer step was made, so the weights are those of the step before."""
+    if seen.get("optimizer/steps", 1.0) > 0:
+        return None
+    text = (
+        "Nothing was trained in this step: no token that was kept has a gradient. Look at what corrections keep, at "
+        "the advantages, and at a loss of your own."
+    )
+    return Verdict("stalled", text, pick(seen, "optimizer/steps", "optimizer/empty", "correction/kept_fraction"), "")
 
 
 def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +134,15 @@ def test_unknown_names_are_refused(rules: Any) -> None:
 def test_other_shapes_are_refused(name: str, value: Tensor) -> None:
     with pytest.raises(ConfigError):
         correct("disabled", **given(WorkedExample(), **{name: value}))
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    source = (
+        "from moe_trm.corrections import Correction\nfrom moe_trm.corrections.rule import rule\n"
+        "@rule(ratio='merged', scope='token')\ndef f(e, x):\n"
+        "    return Correction(e.mask.float() * float('nan'), e.mask, {})\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    logprobs, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="no finite numbers"):
+        correct([(f"{tmp_path / 'mine.py'}:f", {})], rollout_logprobs=logprobs, proximal_logprobs=logprobs, mask=mask)

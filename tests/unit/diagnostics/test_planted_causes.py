@@ -251,6 +251,21 @@ def test_steps_that_train_nothing_are_an_alarm_with_its_cause() -> None:
     assert [judge.say(rejected)["verdict/case"] == "stalled" for _ in range(4)] == [False, False, True, True]
 
 
+def test_a_step_without_an_update_is_not_called_healthy() -> None:
+    step = measured({}, seed=1) | {"optimizer/steps": 0.0}
+    judgement = verdict([step])
+    assert judgement.case == "stalled"
+    assert "a loss of your own" in judgement.sentence
+
+
+def test_a_gradient_that_is_no_number_is_not_blamed_on_the_learning_rate() -> None:
+    judgement = verdict([measured({}, seed=1) | {"optimizer/grad_norm": math.nan, "optimizer/skipped": 2.0}])
+    assert (judgement.case, judgement.config) == ("gradient", "")
+    assert "weights of a rule" in judgement.sentence
+    halves = verdict([measured({}, seed=1) | {"optimizer/grad_norm": 2124.0, "optimizer/loss_scale": 8.0}])
+    assert "loss scale" not in halves.sentence
+
+
 def test_nothing_needs_to_change_only_with_evidence() -> None:
     calm = measured({}, seed=1)
     for missing in ("optimizer/grad_norm", "reward/zero_variance_groups"):

@@ -119,6 +119,46 @@ def test_needs_of_a_loss_reach_the_recipe(tmp_path: Path) -> None:
     assert (found.entropy, found.aggregation, found.loss.loss.name) == (True, "token-sum", "f")
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ("x.detach() * i.advantages", "no gradient"),
+        ("x * 0.0", "no gradient"),
+        ("x * float('nan')", "no finite number"),
+        ("x / x.detach().abs().mul(0)", "no finite number"),
+        ("x[7]", "fails on made-up rows"),
+    ],
+)
+def test_a_loss_that_would_train_nothing_is_refused(values: str, reason: str, tmp_path: Path) -> None:
+    """It works on no rows, and so only made-up ones show it."""
+    body = f"def f(i, x):\n    return TokenLoss({values} if len(x) else x, {{}})\n"
+    (tmp_path / "mine.py").write_text(MEAN + body)
+    with pytest.raises(ConfigError, match=reason):
+        recipe(chosen(loss={"name": f"{tmp_path / 'mine.py'}:f"}))
+
+
+@pytest.mark.parametrize("weight", ["float('nan')", "-1.0", "float('inf')"])
+def test_a_correction_with_weights_that_are_none_is_refused(weight: str, tmp_path: Path) -> None:
+    body = f"def f(e, x):\n    return Correction(e.mask.float() * {weight}, e.mask, {{}})\n"
+    (tmp_path / "mine.py").write_text(TOKEN + body)
+    name = f"{tmp_path / 'mine.py'}:f"
+    with pytest.raises(ConfigError, match="would train nothing"):
+        recipe(chosen(correction={"rules": [{"name": name}]}))
+
+
+def test_methods_that_train_are_let_through(tmp_path: Path) -> None:
+    """Also where they read every optional field, and weigh stale tokens by an unbounded ratio."""
+    loss_body = (
+        "def f(i, x):\n    fields = (i.turn_ids, i.rewards, i.group_ids, i.entropy, i.reference_logprobs)\n"
+        "    assert all(field is not None for field in fields)\n"
+        "    return TokenLoss(-x.exp() * i.advantages * i.weights, {})\n"
+    )
+    rule_body = "def g(e, x):\n    return Correction(x.exp() * e.mask, e.mask & (x.abs() < 0.1), {})\n"
+    (tmp_path / "mine.py").write_text(MEAN + loss_body + RULE + TOKEN + rule_body)
+    names = [f"{tmp_path / 'mine.py'}:{function}" for function in "fg"]
+    recipe(chosen(loss={"name": names[0]}, correction={"rules": [{"name": names[1]}]}))
+
+
 def test_the_configuration_explains_what_a_name_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     for key, known in (("loss.name", LOSSES), ("correction.rules.0.name", CORRECTIONS)):
         assert main(["config", "explain", key]) == 0

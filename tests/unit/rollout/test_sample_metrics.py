@@ -14,10 +14,12 @@ from tests.unit.records import make_record
     [
         ([[1.0, 1.0], [1.0, 0.0]], 0.5, 0.5),
         ([[0.0, 0.0], [1.0, 0.0]], 0.5, 0.0),
-        ([[1.0, 1.0], [3.0, 3.0]], 1.0, 0.0),
+        ([[1.0, 1.0], [3.0, 3.0]], 1.0, 0.5),
+        ([[1.5, 1.5], [1.5, 0.5]], 0.5, 0.5),
+        ([[0.4, 0.4], [0.4, 0.4]], 1.0, 0.0),
     ],
 )
-def test_solved_groups_are_right_in_every_sample_where_1_is_the_highest_reward(
+def test_solved_groups_have_the_highest_reward_in_every_sample(
     rewards: list[list[float]], equal: float, solved: float
 ) -> None:
     records = [

@@ -147,3 +147,23 @@ def test_prompts_that_leave_no_room_are_counted_and_named(
     try_task(turns)
     assert "1 of 3 training prompts leave no room for 1 new tokens in 300" in caplog.text
     assert "rows.jsonl:3 (300 tokens)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "unknown"),
+    [
+        ("def reward(sample): return {'right': 1.0, 'short': 0.5}", {"right": 5.0}, ""),
+        ("def reward(sample): return {'right': 1.0}", {"rigth": 5.0}, "rigth"),
+        ("def reward(sample): return 1.0", {"right": 5.0}, "right"),
+    ],
+)
+def test_weights_name_rewards_that_are_returned(
+    checkpoint: Path, tmp_path: Path, source: str, weights: dict[str, float], unknown: str
+) -> None:
+    run = config(checkpoint, tmp_path, source, reward_weights=weights)
+    if not unknown:
+        try_task(run)
+        return
+    with pytest.raises(ConfigError, match="have a weight and are not returned") as refused:
+        try_task(run)
+    assert (refused.value.where, refused.value.got) == ("task.reward_weights", unknown)
