@@ -27,7 +27,7 @@ class RecordedLearner:
     Everything it was asked to reduce is also added up over all steps, in `total`.
     """
 
-    data_rank, data_size, moe_layer_ids = 0, 1, ()
+    data_rank, data_size, moe_layer_ids, repeats_passes = 0, 1, (), True
 
     def __init__(self) -> None:
         self.total: summable.Summable = {}
