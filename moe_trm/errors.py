@@ -75,6 +75,10 @@ class RecordRejected(MoeTrmError):
         self.reason = reason
 
 
+class FalseRecords(MoeTrmError):
+    """More records of a step are not what they claim to be than single failures explain; none of them was trained."""
+
+
 class LearnerError(MoeTrmError):
     """The learner was asked for something that it does not hold."""
 

@@ -26,12 +26,14 @@ from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
 from moe_trm.rollout.client import RolloutClient
+from moe_trm.rollout.kept_sets import sampler_bounds
 from moe_trm.step import exact
 from moe_trm.step.advantages import Advantages
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.arrivals import Arrivals, joined
 from moe_trm.step.best import Best
 from moe_trm.step.cadence import Cadence, Replicas
+from moe_trm.step.mask_judge import MaskJudge, check_refused
 from moe_trm.step.objective import Objective
 from moe_trm.step.probe.run import Probe
 from moe_trm.step.proximal_average import ProximalAverage
@@ -60,7 +62,8 @@ def train(
 
     Raises on the first broken proof or failed push; nothing unproved is trained on.
     """
-    objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir, mode), Phases(sinks)
+    masks = MaskJudge(sampler_bounds(config.rollout, config.sampling_mask)) if config.keeps_masks else None
+    objective, probe, phases = Objective(config, run_dir, sinks, masks), Probe(config, run_dir, mode), Phases(sinks)
     settings = flatten(config.dump()) | {"pipeline.max_staleness": config.pipeline.staleness_limit}
     judge = Judge(config.rollout.rounds_weights, settings)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
@@ -72,6 +75,7 @@ def train(
         watches=objective.watches_routers,
         first=checkpoints.first_step,
         average=average,
+        masks=masks,
     )
     guard = RateGuard(config.optimizer)
     advantages = Advantages(config.advantage, config.batch, config.task.reward_weights)
@@ -132,6 +136,7 @@ def train(
                             part.sources,
                             scores.watch(part, objective.bind(part, learner, first=begins and index == 0)),
                             entropy=objective.needs_entropy,
+                            kept_mass=masks is not None and not part.scores,
                             lr_scale=lr_scale,
                         )
                         for index, part in enumerate(anchored * config.learner.epochs)
@@ -172,6 +177,7 @@ def train(
             **evaluation,
         }
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})
+        check_refused(metrics, num_rows)
         with phases.time("checkpoint"):
             if checkpoints.end_step(step, learner, partial(capture, resumable), leaving=leaving):
                 break

@@ -28,6 +28,7 @@ class Scores:
     Attributes:
         logprobs: of the target, over the kept support when the batch carries a sampling mask, else over the vocabulary.
         log_kept_mass: log of the learner's probability of the kept support, or None when not asked for or no mask.
+        log_kept_least: the same of its least likely ids alone (`moe_trm.sampling_mask.logprobs.TIED`).
         exact_kl: KL of the rollout's distribution from the learner's over the kept support, never with gradient; None
             when the batch does not carry the rollout's log-probs of it.
         entropy: of the policy over the whole vocabulary at the sampling temperature, nats, with gradient in updates;
@@ -40,6 +41,7 @@ class Scores:
 
     logprobs: Tensor
     log_kept_mass: Tensor | None = None
+    log_kept_least: Tensor | None = None
     exact_kl: Tensor | None = None
     entropy: Tensor | None = None
     recorded: Recorded | None = None
@@ -133,12 +135,14 @@ class Learner(Resumable, Protocol):
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        kept_mass: bool = False,
         lr_scale: float = 1.0,
     ) -> UpdateResult:
         """Make one optimizer step, at `lr_scale` times the scheduled learning rate.
 
         None is made where every gradient is zero (`UpdateResult.is_empty`). With `entropy`, scores have the policy's
-        entropy. Gradients of an earlier update that was refused half way are forgotten.
+        entropy, with `kept_mass` the log kept masses. Gradients of an earlier update that was refused half way are
+        forgotten.
 
         `objective(i, current)` is called once for each batch on every rank. Ranks of one model that hold the same rows
         call it with the same scores; of pipeline stages only the last one's call makes the gradient. It returns the

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
 from moe_trm.sampling_mask.dense import full_scores
-from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
+from moe_trm.sampling_mask.logprobs import log_kept_masses, masked_logprobs, masked_logprobs_and_kl
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 from moe_trm.types import TokenBatch
 from routing.layout.packed import AnyLayout
@@ -32,7 +32,7 @@ class Scoring:
         kept_ids, kept_offsets: kept support of the N positions as CSR, or None to score over the whole vocabulary.
         kept_logprobs: the rollout's log-probs of the kept ids, to score the exact KL as well, or None.
         temperature: divides the logits.
-        kept_mass: also return the log of the model's probability of the kept support.
+        kept_mass: also return the log of the model's probability of the kept support, and of its least likely ids.
         entropy: also return the entropy over the vocabulary.
     """
 
@@ -65,6 +65,7 @@ class Scoring:
         present = {
             "logprobs": True,
             "log_kept_mass": self.kept_mass,
+            "log_kept_least": self.kept_mass,
             "exact_kl": self.kept_logprobs is not None,
             "entropy": self.entropy,
         }
@@ -74,7 +75,11 @@ class Scoring:
         """The channels under their names."""
         channels = dict(zip(self.channels, channels_PBR.unbind(), strict=True))
         return Scores(
-            channels["logprobs"], channels.get("log_kept_mass"), channels.get("exact_kl"), channels.get("entropy")
+            channels["logprobs"],
+            log_kept_mass=channels.get("log_kept_mass"),
+            log_kept_least=channels.get("log_kept_least"),
+            exact_kl=channels.get("exact_kl"),
+            entropy=channels.get("entropy"),
         )
 
 
@@ -106,7 +111,7 @@ def score_hidden(
                 *support, scoring.kept_logprobs, temperature, vocabulary=vocabulary
             )
         if scoring.kept_mass:
-            channels["log_kept_mass"] = log_kept_mass(
+            channels["log_kept_mass"], channels["log_kept_least"] = log_kept_masses(
                 hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, vocabulary=vocabulary
             )
     return _spread([channels[name] for name in scoring.channels], scoring.mask)

@@ -8,6 +8,7 @@ A metric is a set of 0-d float64 tensors under `NAME:ROLE`. The roles of one nam
 | `sum`, `squared`, `count` | `NAME_mean`, `NAME_std` |
 | `sum`, `square`, `count` | `NAME_mean`, `NAME_std`, `NAME_eff_sample_size` = mean^2 / mean of squares, in (0, 1] |
 | `x`, `y`, `xx`, `yy`, `xy`, `count` | `NAME` = Pearson correlation |
+| and `slope` | `NAME_slope` = slope of y by x |
 | `max` or `min` | `NAME` = the largest or smallest value: compared, not added, by `add` and by `Learner.reduce` |
 | `bin0`, `bin1`, ... | `NAME_p95`, the 95th percentile of a histogram |
 
@@ -67,6 +68,11 @@ def moments(name: str, values: Tensor, mask: Tensor) -> Summable:
 def maximum(name: str, values: Tensor) -> Summable:
     """The largest of `values`; finished into nothing when there is none. NaN wins."""
     return {f"{name}:max": highest(values)}
+
+
+def minimum(name: str, values: Tensor) -> Summable:
+    """The smallest of `values`; finished into nothing when there is none. NaN wins."""
+    return {f"{name}:min": lowest(values)}
 
 
 def highest(values: Tensor) -> Tensor:
@@ -180,4 +186,6 @@ def _finish_correlation(name: str, parts: Mapping[str, float], count: float) -> 
     # Below rounding of the sums themselves there is no spread to correlate; identical constants count as agreeing.
     if min(var_x, var_y) <= 1e-14:
         return {name: 1.0} if abs(x - y) <= 1e-7 and max(var_x, var_y) <= 1e-14 else {}
-    return {name: (parts["xy"] / count - x * y) / math.sqrt(var_x * var_y)}
+    covariance = parts["xy"] / count - x * y
+    slope = {f"{name}_slope": covariance / var_x} if "slope" in parts else {}
+    return {name: covariance / math.sqrt(var_x * var_y)} | slope

@@ -14,6 +14,7 @@ from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Evaluator
+from moe_trm.rollout.kept_sets import sampler_bounds
 from moe_trm.rollout.producer import Producer
 from moe_trm.rollout.sample_metrics import sample_metrics, time_metrics
 from moe_trm.rollout.sampler import Sampler
@@ -72,7 +73,7 @@ class RolloutController:
             batch_groups=rollout.prompts_per_step,
             group_size=rollout.group_size,
             concurrency=rollout.concurrency,
-            needs_support=config.keeps_masks,
+            bounds=sampler_bounds(config.rollout, config.sampling_mask) if config.keeps_masks else None,
             indexers=indexers,
         )
         self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)

@@ -16,14 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from moe_trm.batch.collate import recorded_support
 from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample
 from moe_trm.config.schema import BatchConfig
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.kept_sets import check_kept_sets
 from moe_trm.rollout.sampler import Sampler
 from moe_trm.rollout.store.ledger import Ledger
 from moe_trm.rollout.store.store import Group, GroupStore, Outcome
 from moe_trm.rollout.turn import recorded_positions
+from moe_trm.sampling_mask.bounds import SamplerBounds
 from moe_trm.types import Prompt, RolloutRecord
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class Producer:
         filters: which valid samples and groups are dropped.
         batch_groups: groups of one training step (B).
         concurrency: no further group is started while this many samples are being made.
-        needs_support: a sample without sampling mask and log-probs of it is rejected (`mask_missing`).
+        bounds: a sample without sampling mask and log-probs of it is rejected (`mask_missing`), and one whose mask the
+            sampler cannot have kept (`check_kept_sets`). None: masks are not needed.
         indexers: layers with an indexer, and how many positions each chooses. A sample without these positions is
             rejected (`route_positions`). None: none are needed.
     """
@@ -56,13 +58,13 @@ class Producer:
         batch_groups: int,
         group_size: int,
         concurrency: int,
-        needs_support: bool = False,
+        bounds: SamplerBounds | None = None,
         indexers: tuple[tuple[int, ...], int] | None = None,
     ) -> None:
         self._sampler, self._prompt, self._store, self._ledger = sampler, prompt, store, ledger
         self._filters, self._batch, self._size, self._concurrency = filters, batch_groups, group_size, concurrency
         self._next_group, self._again, self._taken = 0, deque[int](), 0
-        self._steps, self._sampling, self._needs_support = 0, 0, needs_support
+        self._steps, self._sampling, self._bounds = 0, 0, bounds
         self._indexers = indexers
         self._running: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -178,9 +180,9 @@ class Producer:
         sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
         # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
         record = sample.bound()
-        if self._needs_support:
+        if self._bounds is not None:
             for row in record.rows:
-                recorded_support(row)
+                check_kept_sets(row, self._bounds)
         if self._indexers is not None:
             for row in record.rows:
                 recorded_positions(row, *self._indexers)

@@ -31,6 +31,9 @@ from moe_trm.sampling_mask.support import (
 )
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
+TIED = 0.1
+"""Nats within which kept ids are as unlikely as the least likely one."""
+
 
 def masked_logprobs(
     hidden_NH: Tensor,
@@ -90,7 +93,7 @@ def masked_logprobs_and_kl(
 
 
 @torch.no_grad()
-def log_kept_mass(
+def log_kept_masses(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     kept_ids: Tensor,
@@ -99,18 +102,22 @@ def log_kept_mass(
     chunk_tokens: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """Log of the full-vocabulary probability of each kept support, `[N]`, at most 0: `lse_S(z / tau) - lse_V(z / tau)`.
+    """Logs of the full-vocabulary probability of each kept support, and of its least likely ids: `[2, N]`, at most 0.
 
-    It is the difference between a full-vocabulary log-prob and a masked one, so it is the truncation part of a
-    mismatch.
+    log p(S) = lse_S(z / tau) - lse_V(z / tau) is the difference between a full-vocabulary log-prob and a masked one, so
+    it is the truncation part of a mismatch. The least likely ids are those within `TIED` of the least likely one:
+    samplers may keep several that are tied in few bits.
     """
     full = log_normalizer(hidden_NH, weight_VH, temperature, chunk_tokens, vocabulary)
     if not len(full):
-        return full
+        return full.expand(2, 0)
     weight_VH = vocabulary.real_rows(weight_VH)
     support = Support.of(kept_ids, kept_offsets, vocabulary, len(weight_VH))
-    kept = support.logsumexp(kept_logits(hidden_NH, weight_VH, support, temperature), vocabulary)
-    return (kept - full).clamp(max=0.0)
+    logits = kept_logits(hidden_NH, weight_VH, support, temperature)
+    least = -vocabulary.max(torch.segment_reduce(-logits, "max", offsets=support.offsets, initial=float("-inf")))
+    tied = logits.masked_fill(logits > least[support.token] + TIED, float("-inf"))
+    masses = torch.stack([support.logsumexp(values, vocabulary) for values in (logits, tied)])
+    return (masses - full).clamp(max=0.0)
 
 
 def _kl_terms(mu: Tensor, pi: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from moe_trm.learner.scoring import FED, on_device
 from moe_trm.step import proximal_average
 from moe_trm.step.cadence import Cadence
 from moe_trm.step.labels import Labels
+from moe_trm.step.mask_judge import MaskJudge
 from moe_trm.step.passes import (
     Anchored,
     anchor_source,
@@ -49,6 +50,7 @@ from moe_trm.step.passes import (
 from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.types import TokenBatch, TrainBatch
 from routing.record.router_shift import KEEP
+from routing.record.sources import RouteSource
 
 GIB = 2**30
 START = "start"
@@ -64,6 +66,7 @@ class Anchors:
         watches: whether updates are told how far the routers have moved since the anchors.
         first: version of the weights that the run began with.
         average: the proximal policy, where it is not the learner at the step's start.
+        masks: is shown every pass at weights that may have sampled; None: masks are not judged.
 
     `labels`: judges the version labels of what it scores.
     """
@@ -77,7 +80,9 @@ class Anchors:
         watches: bool = False,
         first: int = 0,
         average: ProximalAverage | None = None,
+        masks: MaskJudge | None = None,
     ) -> None:
+        self._masks = masks
         self._watched = KEEP if watches else None
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
@@ -169,7 +174,24 @@ class Anchors:
         sources = [
             watching(anchor_source(self._mode, item, at), self._watched) for item, at in zip(flat, rows, strict=True)
         ]
-        return learner.score(flat, sources, weights=weights)
+        if version is None:
+            return learner.score(flat, sources, weights=weights)
+        return self._judged_pass(learner, flat, sources, version, weights)
+
+    def _judged_pass(
+        self,
+        learner: Learner,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        version: int,
+        weights: str | None,
+    ) -> list[Scores]:
+        """Scores under the weights of `version`, which judge the masks that these sampled."""
+        scores = learner.score(batches, sources, weights=weights, kept_mass=self._masks is not None)
+        if self._masks is not None:
+            for item, scored in zip(batches, scores, strict=True):
+                self._masks.observe(item, scored, version)
+        return scores
 
     def _anchored(
         self, batch: TrainBatch, padded: Sequence[list[TokenBatch]], proximal: Sequence[list[Scores]]
@@ -220,7 +242,7 @@ class Anchors:
                     expected=f"one of {[*self._kept]}",
                     fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged or bypass.",
                 )
-            passed = learner.score(flat, sources, weights=snapshot_name(old))
+            passed = self._judged_pass(learner, flat, sources, old, snapshot_name(old))
             by_version[old] = [scores.logprobs for scores in passed]
             logprobs = [
                 torch.where(item.versions == old, scores.logprobs, start_scores)

@@ -26,6 +26,7 @@ from moe_trm.methods.parameters import Parameter
 from moe_trm.observe.sinks import Sink
 from moe_trm.ratios import LogRatios
 from moe_trm.step.decision import Decision
+from moe_trm.step.mask_judge import MaskJudge
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
@@ -41,11 +42,14 @@ class Objective:
     Args:
         run_dir: where calibrated thresholds are kept (`thresholds.json`); None keeps them in memory.
         sinks: are shown every judged micro-batch.
+        masks: knows the rows with false sampling masks; None: masks are not judged.
 
     Raises `ConfigError` for an unknown rule, loss, threshold or parameter, before anything runs.
     """
 
-    def __init__(self, config: Config, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path | None = None, sinks: Sequence[Sink] = (), masks: MaskJudge | None = None
+    ) -> None:
         self._recipe = recipe(config)
         path = run_dir / "thresholds.json" if run_dir else None
         self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
@@ -54,7 +58,7 @@ class Objective:
         self._adapted: dict[str, Parameter] = {}
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
-        self._has_turns = config.rollout.has_turns
+        self._has_turns, self._masks = config.rollout.has_turns, masks
         self._ages = bool(config.pipeline.staleness_limit)
 
     def state(self, learner: Learner) -> dict[str, Any]:
@@ -109,17 +113,24 @@ class Objective:
 
         def loss_of(index: int, current: Scores) -> Tensor:
             batch, ratios = part.batches[index], part.ratios(index, current.logprobs)
+            trained, masks = ratios.mask, dict[str, Tensor]()
+            if self._masks is not None and batch.kept_offsets is not None:
+                if first and not part.scores:  # the update's own forward is the pass at the weights that sampled
+                    self._masks.observe(batch, current, part.version)
+                refused, masks = self._masks.measured(batch)
+                trained = trained & ~refused[:, None]
             evidence = Evidence(ratios, batch.advantages).with_fields(batch, current)
             self._thresholds.observe(evidence)
             correction, token_loss = judge(index, evidence, current.logprobs)
             for sink in self._sinks:
                 sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
-            terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
+            terms = {"loss/policy": (token_loss.values, correction.keep & trained, 1.0)}
             measured: dict[str, Tensor] = {}
             if bound_recipe.rollout_kl_coef:
-                terms["loss/rollout_kl"] = *rollout_kl(ratios), bound_recipe.rollout_kl_coef
+                divergence, kept = rollout_kl(ratios)
+                terms["loss/rollout_kl"] = divergence, kept & trained, bound_recipe.rollout_kl_coef
             if current.entropy is not None:
-                terms["loss/entropy"] = current.entropy, ratios.mask, -bound_recipe.entropy_coef
+                terms["loss/entropy"] = current.entropy, trained, -bound_recipe.entropy_coef
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
             if (reference := batch.reference_logprobs) is not None:
                 kl = kl_term(
@@ -130,7 +141,7 @@ class Objective:
                     ratio=bound_recipe.kl_ratio,
                     clip=bound_recipe.kl_clip,
                 )
-                terms["loss/kl"] = kl, ratios.mask, part.kl_coef
+                terms["loss/kl"] = kl, trained, part.kl_coef
                 measured |= reference_metrics(current.logprobs, reference, ratios.mask)
             shares = {
                 name: coef
@@ -150,6 +161,7 @@ class Objective:
             self._metrics.append(
                 {
                     **diagnostics.metrics(evidence),
+                    **masks,
                     **{name: share.detach().double() for name, share in shares.items()},
                     **measured,
                     **token_loss.metrics,
@@ -178,6 +190,8 @@ class Objective:
         for term in TERMS & metrics.keys():
             metrics[term] /= self._num_updates
         self._num_updates = 0
+        if self._masks is not None:
+            self._masks.end_step()
         metrics |= self._adapt(metrics) | self._decision.end_step(metrics)
         return metrics | diagnostics.certificate_estimate(metrics) | self._thresholds.end_step(learner)
 

@@ -25,7 +25,8 @@ def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0, ev
     """A bundle of `steps` steps that answers the prompts of `config`.
 
     Its samples are `age` versions old when they are trained, where there were as many, and of versions that were pushed
-    every `every` steps. Run it with `replay.max_local_flip_rate=1`: no router chose these routes.
+    every `every` steps. Run it with `replay.max_local_flip_rate=1`, as no router chose these routes, and with
+    `rollout.top_k=4`, which leaves open what the kept sets are.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     model = ServedModel.from_checkpoint(Path(config.model.checkpoint))

@@ -22,7 +22,7 @@ name: run
 run_dir: {folder}
 model: {{checkpoint: {folder}/start}}
 task: {{max_digits: 1, eval_size: 0}}
-rollout: {{engine: bundle, bundle: {folder}/bundle, prompts_per_step: 2, group_size: 4}}
+rollout: {{engine: bundle, bundle: {folder}/bundle, prompts_per_step: 2, group_size: 4, top_k: 4}}
 sampling_mask: {{mode: keep}}
 replay: {{mode: R3, max_local_flip_rate: 1.0}}
 probe: {{every: 2}}

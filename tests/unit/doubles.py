@@ -71,6 +71,7 @@ class StandInLearner(Learner):
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        kept_mass: bool = False,
         lr_scale: float = 1.0,
     ) -> UpdateResult:
         raise _unexpected("update")

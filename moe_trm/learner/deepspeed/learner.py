@@ -103,10 +103,11 @@ class DeepSpeedLearner(LearnerBase):
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        kept_mass: bool = False,
         lr_scale: float = 1.0,
     ) -> UpdateResult:
         """See `Learner.update`."""
-        scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
+        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass, entropy=entropy)
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
         self._optimizer.begin()

@@ -113,10 +113,11 @@ class MegatronLearner(LearnerBase):
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        kept_mass: bool = False,
         lr_scale: float = 1.0,
     ) -> UpdateResult:
         """See `Learner.update`."""
-        scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
+        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass, entropy=entropy)
 
         def loss(index: int, channels_PBR: Tensor, router_shift: Tensor | None = None) -> Tensor:
             scores = scoring_of(batches[index]).scores(channels_PBR)

@@ -92,7 +92,9 @@ def doctored(record: RolloutRecord) -> RolloutRecord:
     elif record.sample_id % 3 == 1:
         drawn = rng.normal(0, 0.05, record.num_sampled)
         noise = drawn - drawn.mean()
-    return replace(record, rollout_logprobs=record.rollout_logprobs + noise.astype(np.float32))
+    logprobs = (record.rollout_logprobs + noise, record.full_logprobs + noise)
+    rollout, full = (values.astype(np.float32) for values in logprobs)
+    return replace(record, rollout_logprobs=rollout, full_logprobs=full)
 
 
 def stale(record: RolloutRecord) -> RolloutRecord:

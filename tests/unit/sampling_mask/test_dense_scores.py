@@ -12,7 +12,7 @@ import torch
 
 from moe_trm.sampling_mask.dense import full_logprobs, full_scores
 from moe_trm.sampling_mask.logprobs import (
-    log_kept_mass,
+    log_kept_masses,
     masked_logprobs,
     masked_logprobs_and_kl,
 )
@@ -57,7 +57,7 @@ def test_padding_of_the_vocabulary_takes_no_part() -> None:
     for compute in (
         lambda w, v: full_logprobs(hidden, w, target, TAU, vocabulary=v),
         lambda w, v: masked_logprobs(hidden, w, target, ids, offsets, TAU, vocabulary=v),
-        lambda w, v: log_kept_mass(hidden, w, ids, offsets, TAU, vocabulary=v),
+        lambda w, v: log_kept_masses(hidden, w, ids, offsets, TAU, vocabulary=v),
     ):
         torch.testing.assert_close(compute(padded, real), compute(weight, Vocabulary()))
     padded.requires_grad_()

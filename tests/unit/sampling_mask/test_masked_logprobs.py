@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_trm.errors import RecordRejected
 from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import (
-    log_kept_mass,
+    log_kept_masses,
     masked_logprobs,
     masked_logprobs_and_kl,
 )
@@ -122,9 +122,18 @@ def test_golden_top_p_support() -> None:
     probs = torch.tensor([0.647055, 0.185385, 0.053114], dtype=torch.float64)
     full = full_logprobs(hidden, weight, target, 0.8)
     torch.testing.assert_close(full.exp(), probs, rtol=0, atol=1e-6)
-    mass = log_kept_mass(hidden, weight, ids, offsets, 0.8, chunk_tokens=2)
+    mass, least = log_kept_masses(hidden, weight, ids, offsets, 0.8, chunk_tokens=2)
     torch.testing.assert_close(mass.exp()[0], torch.tensor(0.832440, dtype=torch.float64), rtol=0, atol=1e-6)
     torch.testing.assert_close(masked_logprobs(hidden, weight, target, ids, offsets, 0.8) + mass, full)
+    torch.testing.assert_close(least.exp()[[0, 2]], probs[[1, 2]], rtol=0, atol=1e-6)
+
+
+def test_the_least_likely_ids_are_all_that_are_nearly_tied() -> None:
+    weight = torch.tensor([[2.0], [0.0], [0.05], [0.2]], dtype=torch.float64)
+    ids, offsets = torch.arange(4), torch.tensor([0, 4])
+    _, least = log_kept_masses(torch.ones(1, 1, dtype=torch.float64), weight, ids, offsets)
+    probs = weight[:, 0].softmax(0)
+    torch.testing.assert_close(least.exp()[0], probs[1] + probs[2])
 
 
 def test_exact_kl_golden_and_edges() -> None:
@@ -156,7 +165,7 @@ def test_no_tokens_gives_an_empty_differentiable_result() -> None:
     total.backward()
     assert weight.grad is not None
     assert not weight.grad.any()
-    assert log_kept_mass(hidden, weight, none, offsets).shape == (0,)
+    assert log_kept_masses(hidden, weight, none, offsets).shape == (2, 0)
 
 
 def test_bad_supports_are_refused() -> None:

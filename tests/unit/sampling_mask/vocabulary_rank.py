@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from moe_trm.sampling_mask.dense import full_scores
-from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs_and_kl
+from moe_trm.sampling_mask.logprobs import log_kept_masses, masked_logprobs_and_kl
 from moe_trm.sampling_mask.vocabulary import Vocabulary
 
 V, H, TAU = 26, 6, 0.8
@@ -55,7 +55,7 @@ def main() -> None:
         "squares": scores.sum_of_squares,
         "top_ids": scores.top_ids,
         "top_logprobs": scores.top_logprobs,
-        "mass": log_kept_mass(hidden, own, torch.cat(ids), offsets, TAU, vocabulary=vocabulary),
+        "mass": log_kept_masses(hidden, own, torch.cat(ids), offsets, TAU, vocabulary=vocabulary),
         "hidden_grad": grad_masked[0],
         "hidden_grad_full": grad_full[0],
         "weight_grad_masked": grad_masked[1],

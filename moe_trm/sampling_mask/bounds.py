@@ -1,0 +1,94 @@
+"""Kept sets judged by what the sampler's settings allow, on the learner's own probabilities.
+
+Shape letter: N sampled tokens.
+
+The sampler keeps the ids of rank below `top_k` before which less than `top_p` of the mass lies, and then those above
+`min_p`. So for the mass m of a kept set, and the mass q of its least likely ids:
+
+    m >= top_p unless top_k or min_p cut the set,    m - q <= top_p.
+
+The learner's probabilities differ from the engine's. Errors of the logits that are at most e apart move the log-odds of
+a set's mass by at most e, so masses are compared by their log-odds. The tolerance is taken from what the two engines
+measurably disagree about, the log-ratios of the sampled tokens over their kept sets, which a false set leaves small.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+MARGIN = 1e-3
+"""Smallest difference of masses that counts, whatever it is in log-odds."""
+TOLERANCE = 0.25
+"""Log-odds that are tolerated in any case: 0.013 of mass at top_p = 0.95, 0.05 at 0.8."""
+QUANTILE, TIMES, TIMES_LARGEST = 0.99, 8.0, 2.0
+"""The tolerance is `TIMES` this quantile of the absolute log-ratios, and at least `TIMES_LARGEST` their largest."""
+NEARLY_ONE = 1 - 1e-4
+"""Mass of a set that nothing cuts: ids whose probability is 0 in the engine's arithmetic are not kept."""
+
+
+@dataclass(frozen=True)
+class JudgedSets:
+    """Result of `SamplerBounds.judge`.
+
+    Attributes:
+        wrong: `[N]` bool, sets that the sampler cannot have kept.
+        lowest: the power: a set with less mass than this is found, unless top_k or min_p cut it. 0 where no set is.
+    """
+
+    wrong: Tensor
+    lowest: float
+
+
+@dataclass(frozen=True)
+class SamplerBounds:
+    """Settings of the sampler.
+
+    Attributes:
+        top_p, top_k: as in `SamplingParams`.
+        has_floor: whether a set has at least the mass top_p: not with min_p, nor where top_k cuts sets, and the engine
+            may count top_p of the mass of the top_k.
+        minimal: whether sets have no id more than they need, as all have to which nothing was added.
+    """
+
+    top_p: float
+    top_k: int
+    has_floor: bool = True
+    minimal: bool = True
+
+    @property
+    def floor(self) -> float:
+        """Least mass of a set that only top_p cut."""
+        return min(self.top_p, NEARLY_ONE)
+
+    def lowest(self, tolerance: float = TOLERANCE) -> float:
+        """Mass below which a set is wrong, at a tolerance in log-odds; 0 where no set is."""
+        if not self.has_floor:
+            return 0.0
+        odds = self.floor / (1 - self.floor) * math.exp(-tolerance)
+        return min(odds / (1 + odds), self.floor - MARGIN)
+
+    def judge(self, sizes_N: Tensor, log_mass_N: Tensor, log_least_N: Tensor, log_ratios_N: Tensor) -> JudgedSets:
+        """The sets of which the learner has the log of the mass, and of its least likely ids'.
+
+        `log_ratios_N`: of the sampled tokens over their sets, learner to engine.
+        """
+        tolerance = tolerated(log_ratios_N)
+        mass, lowest = log_mass_N.double().exp(), self.lowest(tolerance)
+        wrong = (sizes_N < self.top_k) & (mass < lowest)
+        if self.top_p < 1 and self.minimal:
+            rest = (mass - log_least_N.double().exp()).clamp(min=0.0)
+            highest = math.log(self.floor / (1 - self.floor)) + tolerance
+            wrong |= (rest > self.floor + MARGIN) & (rest.clamp(1e-12, 1 - 1e-12).logit() > highest)
+        return JudgedSets(wrong, lowest)
+
+
+def tolerated(log_ratios_N: Tensor) -> float:
+    """Tolerated difference of log-odds, from the log-ratios of learner to engine."""
+    if not len(log_ratios_N):
+        return TOLERANCE
+    size = log_ratios_N.detach().abs().double().sort().values
+    usual = float(size[math.floor(QUANTILE * (len(size) - 1))])
+    return max(TOLERANCE, TIMES * usual, TIMES_LARGEST * float(size[-1]))

@@ -1,0 +1,85 @@
+"""Records whose sampling masks the sampler cannot have kept: found by the pass at the weights that sampled them.
+
+They take no part in the gradient.
+
+A row that several versions sampled, or one whose weights no pass of the step has, is not judged, and counted so.
+
+Shape letters: B rows of a micro-batch, R forwarded tokens, N sampled tokens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_trm.errors import FalseRecords
+from moe_trm.learner.protocol import Scores
+from moe_trm.methods import summable
+from moe_trm.sampling_mask.bounds import SamplerBounds
+from moe_trm.types import TokenBatch
+
+FEW_ROWS, FEW_SHARE = 2, 0.05
+"""False masks in more rows than either are no accident of single requests: the run stops."""
+
+
+class MaskJudge:
+    """Judge of the masks of a run."""
+
+    def __init__(self, bounds: SamplerBounds) -> None:
+        self._bounds = bounds
+        self._refused_rows: dict[int, bool] = {}
+        self._lowest: list[float] = []
+
+    def observe(self, batch: TokenBatch, scores: Scores, version: int) -> None:
+        """Judge the rows that the weights of `version` alone sampled, from their scores under these weights.
+
+        Scores without the masses of kept sets judge nothing.
+        """
+        fresh = [oldest == version == newest for oldest, newest in batch.sampled_by]
+        if scores.log_kept_mass is None or scores.log_kept_least is None or not any(fresh):
+            return
+        assert batch.kept_offsets is not None, "the masses are of kept sets"
+        mask = batch.mask & torch.tensor(fresh, device=batch.mask.device)[:, None]
+        log_ratios = (scores.logprobs.detach() - batch.rollout_logprobs)[mask]
+        sizes = batch.kept_offsets.diff().to(mask.device)[mask[batch.mask]]
+        judged = self._bounds.judge(sizes, scores.log_kept_mass[mask], scores.log_kept_least[mask], log_ratios)
+        wrong_rows = torch.zeros_like(mask).masked_scatter(mask, judged.wrong).any(1).tolist()
+        rows = zip(batch.sample_ids, fresh, wrong_rows, strict=True)
+        self._refused_rows |= {row: wrong for row, is_fresh, wrong in rows if is_fresh}
+        self._lowest.append(judged.lowest)
+
+    def measured(self, batch: TokenBatch) -> tuple[Tensor, summable.Summable]:
+        """`[B]` bool, the rows with a set that the settings do not allow, and metrics of what was judged."""
+        has_tokens = batch.mask.any(1)
+        verdicts = [self._refused_rows.get(row) for row in batch.sample_ids]
+        judged, refused = (
+            torch.tensor(values, device=batch.mask.device)
+            for values in ([verdict is not None for verdict in verdicts], [bool(verdict) for verdict in verdicts])
+        )
+        lowest = torch.tensor(self._lowest, dtype=torch.float64, device=batch.mask.device)
+        return refused, {
+            **summable.fraction("sampling_mask/refused_fraction", refused, has_tokens),
+            **summable.fraction("sampling_mask/judged_fraction", judged, has_tokens),
+            **summable.minimum("sampling_mask/lowest_allowed", lowest),
+        }
+
+    def end_step(self) -> None:
+        """Forget the rows of the step."""
+        self._refused_rows, self._lowest = {}, []
+
+
+def check_refused(metrics: Mapping[str, float], num_samples: int) -> None:
+    """Raise `FalseRecords` where more than a few of the samples of a step were refused."""
+    share = metrics.get("sampling_mask/refused_fraction", 0.0)
+    if share * num_samples > FEW_ROWS and share > FEW_SHARE:
+        raise FalseRecords(
+            "the engine's sampling masks are not those of its sampling settings",
+            where="sampling masks, by the probabilities of the weights that sampled",
+            got=f"{share * num_samples:.0f} samples ({share:.1%} of the step) whose kept ids lack likely ids or have "
+            "others",
+            expected=f"at most {FEW_ROWS}, or {FEW_SHARE:.0%}",
+            fix="See whether the server samples with the run's temperature, top_p, top_k and min_p; "
+            "`moe-trm doctor` compares them. docs/sampling_mask.md says what is compared.",
+        )
