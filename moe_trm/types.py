@@ -325,6 +325,7 @@ class TokenBatch:
             rows; empty in batches that are made of no records.
         sampled_by: the oldest and the newest weight version that sampled each row, on the host; -1 on padding rows,
             empty in batches that are made of no records.
+        prompts: forwarded tokens of each row up to the one whose target is its first scored token; on the host.
         rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on
             padding rows. None in batches that are only scored.
         kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]`
@@ -356,6 +357,7 @@ class TokenBatch:
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
     sampled_by: tuple[tuple[int, int], ...] = ()
+    prompts: tuple[int, ...] = ()
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
@@ -364,4 +366,4 @@ class TokenBatch:
     @cached_property
     def rollout_routes(self) -> ReplayRecords:
         """The routes of the rollout, with what each row's have to be bound to; one source for all passes."""
-        return ReplayRecords(self.routes, self.origins)
+        return ReplayRecords(self.routes, self.origins, prompts=self.prompts)

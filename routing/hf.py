@@ -267,8 +267,9 @@ class HFReplayer:
         opened.indexer = self._indexers.open(source, columns, whole_sequences=target_ids is None)
         if isinstance(source, Native):
             return opened
-        due_N, free = columns.cut(rows.mask()).flatten(), None
+        due_N, free, prompts = columns.cut(rows.mask()).flatten(), None, tuple[int, ...]()
         if isinstance(source, ReplayRecords):
+            prompts = source.prompts
             check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
             expected_shape = self.layer_ids, self.num_experts, self.top_k
             opened.targets = self._move(placed_routes(source.records, rows, *expected_shape, columns))
@@ -297,6 +298,7 @@ class HFReplayer:
                 due_N=due_N if isinstance(source, ReplayRecords) else None,
                 experts=(self.top_k, self.num_experts),
                 at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
+                behind_N=columns.cut(rows.mask_from(prompts)).flatten() if prompts else None,
             )
             self._by_sample.append(flips)
             opened.indexer.keys = flips.keys

@@ -42,6 +42,8 @@ def replay(
     columns: Columns | None = None,
     origins: Sequence[bytes | None] = (),
     samples: Sequence[int] | None = None,
+    at_sampling: Sequence[bool | None] = (),
+    prompts: Sequence[int] = (),
     max_local_flip_rate: float = 0.3,
     missing: Literal["reject", "native"] = "reject",
     group: ProcessGroup | None = None,
@@ -68,6 +70,7 @@ def replay(
         columns: as of `HFReplayer.use_rows`.
         origins: likewise.
         samples: likewise.
+        at_sampling, prompts: as of `ReplayRecords`; unknown where empty, and then fewer faults can be found.
         max_local_flip_rate: as of `HFReplayer`.
         missing: likewise.
         group: ranks whose forwards are one, as under `fully_shard` or context parallelism. The report is of them all,
@@ -85,7 +88,10 @@ def replay(
     else:
         rows = Rows.padded(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
     replayer = HFReplayer(model, max_local_flip_rate=max_local_flip_rate, missing=missing)
-    replayed, source = Replayed(rows), ReplayRecords(tuple(records), tuple(origins))
+    replayed, source = (
+        Replayed(rows),
+        ReplayRecords(tuple(records), tuple(origins), at_sampling=tuple(at_sampling), prompts=tuple(prompts)),
+    )
     try:
         with replayer.use_rows(source, rows, input_ids, target_ids, columns=columns, samples=samples):
             yield replayed

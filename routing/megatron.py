@@ -46,7 +46,7 @@ from routing.record.sources import (
 from routing.replay.cut import by_layer, first_cut, rows_of_records, stacked_routes
 from routing.replay.gate_proof import GateProof, megatron_weights
 from routing.replay.over_ranks import over_ranks
-from routing.replay.proof import DueTokens, sample_of_tokens, second_cut
+from routing.replay.proof import DueTokens, sample_of_tokens, second_cut, tokens_from
 from routing.replay.replay_pass import Counters, ReplayPass, judge
 from routing.replay.running import RunningPass
 
@@ -236,6 +236,7 @@ class MegatronReplayer:
             due_N=due_tokens.due if isinstance(source, ReplayRecords) else None,
             experts=(int(self.config.moe_router_topk), int(self.config.num_moe_experts)),
             at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
+            behind_N=tokens_from(source.prompts, layout) if isinstance(source, ReplayRecords) else None,
         )
         self._by_sample.append(flips)
         opened.expect(due_tokens.due, due_tokens.free, self._device, flips)

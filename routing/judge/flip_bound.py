@@ -3,8 +3,9 @@
 A wrong sample hides in a mean. So each sample is held against its own batch, in each layer and over all of them. With
 the lost share `q` (recorded experts that the live router would not choose, over all recorded ones) of `n` tokens:
 
-- `e`, the expected share, is the median over the batch's samples, at most a quarter of `c = 1 - K / E`, which routes
-  without any relation to the live router lose if its load is even.
+- `e`, the expected share, is the lower quartile over the batch's samples, so that more than half of them may be wrong.
+  It is at most a quarter of `c = 1 - K / E`, which routes without any relation to the live router lose if its load is
+  even.
 - `q` must lie a third of the way from `e` to `c` (a quarter, over all layers).
 - `n KL(q || p)` must reach `EVIDENCE`, with `p` the largest of `2 e`, `SMALLEST` and, in a layer, twice the sample's
   own median over layers: the chance that independent tokens at rate `p` lose so much is at most `exp(-n KL)` (Hoeffding
@@ -25,6 +26,7 @@ import numpy as np
 
 from routing.errors import MisalignedError, ReplayProofError
 from routing.judge import token_agreement as by_token
+from routing.judge.answer_agreement import wrong_answers
 from routing.judge.end_agreement import SMALLEST, wrong_ends
 from routing.judge.sample_flips import SampleFlips
 from routing.judge.token_agreement import EVIDENCE, kl
@@ -48,7 +50,7 @@ class Suspect:
         layer: the 0-based decoder layer where it stands out most.
         flip_rate: share of its sets there that the live router would not choose.
         lost: share of its recorded experts there that the live router would not choose.
-        expected: that share in the median sample of the batch.
+        expected: that share in the sample at the lower quartile of the batch.
         num_tokens: its tokens.
     """
 
@@ -140,6 +142,7 @@ def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedE
     slots, chance = top_k * int(flips.due.any(0).sum()), 1 - top_k / num_experts
     wrong = [
         *wrong_ends(flips.ends, slots, chance),
+        *wrong_answers(flips.answers, slots),
         *_wrong_samples(flips),
         *_wrong_layers(flips, top_k, num_experts),
     ]
@@ -241,15 +244,16 @@ def _shares(due_SL: np.ndarray, lost: np.ndarray, top_k: int, chance: float) -> 
     """Tokens `[S, L]`, lost shares `[S, L]` and the expected share `[L]` of each layer."""
     has_due = due_SL > 0
     shares = np.where(has_due, lost / np.maximum(due_SL * top_k, 1), 0.0)
-    expected = _medians(np.where(has_due, shares, np.inf), has_due.sum(0))
+    expected = _quantiles(np.where(has_due, shares, np.inf), has_due.sum(0), 1 / 4)
     return _Shares(due_SL, shares, np.minimum(expected, chance / 4))
 
 
-def _medians(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """`[L]` medians of the `numbers` `[L]` least values of each column of `[S, L]`; 0 where there is none."""
+def _quantiles(values: np.ndarray, numbers: np.ndarray, quantile: float) -> np.ndarray:
+    """`[L]` quantiles of the `numbers` `[L]` least values of each column of `[S, L]`; 0 where there is none."""
     ordered, columns = np.sort(values, axis=0), np.arange(len(numbers))
-    middle = (ordered[np.maximum(numbers - 1, 0) // 2, columns] + ordered[numbers // 2, columns]) / 2
-    return np.where(numbers > 0, middle, 0.0)
+    place = np.maximum(numbers - 1, 0) * quantile
+    between = (ordered[np.floor(place).astype(int), columns] + ordered[np.ceil(place).astype(int), columns]) / 2
+    return np.where(numbers > 0, between, 0.0)
 
 
 def _evidence(seen: _Shares, chance: float, *, way: float) -> np.ndarray:
@@ -259,7 +263,9 @@ def _evidence(seen: _Shares, chance: float, *, way: float) -> np.ndarray:
     if not beyond.any():
         return np.zeros(seen.lost.shape)
     layers = seen.lost.shape[1]
-    sample_median = _medians(seen.lost.T, np.full(len(seen.lost), layers))[:, None] if layers > 2 else np.zeros((1, 1))
+    sample_median = (
+        _quantiles(seen.lost.T, np.full(len(seen.lost), layers), 1 / 2)[:, None] if layers > 2 else np.zeros((1, 1))
+    )
     usual = np.minimum(2 * np.maximum(np.maximum(seen.expected, sample_median), SMALLEST / 2), 0.9 * threshold)
     divergence = kl(seen.lost, usual)
     return np.where(beyond, seen.tokens * divergence, 0.0)

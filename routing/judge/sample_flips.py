@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from routing.judge import answer_agreement
 from routing.judge.end_agreement import SHAPE, at_ends
 from routing.judge.token_agreement import Disagreement, least_lost, of_samples
 from routing.layout.row_ids import UNNAMED
@@ -35,6 +36,7 @@ class SampleFlips:
         lost: `[S, L]` int64, recorded experts that the live router would not have chosen.
         apart: `[L, 2]` int64, tokens that disagree with their routes in a layer, and the experts that these lost.
         ends: recorded and lost experts at both ends of the rows that are fresh (`routing.judge.end_agreement`).
+        answers: recorded and lost experts on the prompts and behind them (`routing.judge.answer_agreement`).
         by_token: tokens judged by themselves (`routing.judge.token_agreement`).
         fresh: `[S]` bool, the weights of the forwards were those that sampled the row.
     """
@@ -45,6 +47,7 @@ class SampleFlips:
     lost: np.ndarray
     apart: np.ndarray
     ends: np.ndarray
+    answers: np.ndarray
     by_token: Disagreement
     fresh: np.ndarray
 
@@ -52,7 +55,8 @@ class SampleFlips:
     def of(cls, keys: np.ndarray, due_SL: np.ndarray, flipped: np.ndarray, lost: np.ndarray) -> SampleFlips:
         """Counts by sample and layer alone."""
         none, ends = np.zeros((due_SL.shape[1], 2), np.int64), np.zeros(SHAPE, np.int64)
-        return cls(keys, due_SL, flipped, lost, none, ends, Disagreement.nothing(len(keys)), np.zeros(len(keys), bool))
+        answers, by_token = np.zeros(answer_agreement.SHAPE, np.int64), Disagreement.nothing(len(keys))
+        return cls(keys, due_SL, flipped, lost, none, ends, answers, by_token, np.zeros(len(keys), bool))
 
 
 class PassFlips:
@@ -69,6 +73,7 @@ class PassFlips:
         due_N: `[N]` bool, the tokens of `due_B` on the CPU; None: no token is judged by itself.
         experts: K and E.
         at_sampling: of each of the B samples, as in `ReplayRecords`; empty: unknown of all.
+        behind_N: `[N]` bool, tokens behind the prompt of their sample, on the CPU; None: unknown.
     """
 
     def __init__(
@@ -84,10 +89,12 @@ class PassFlips:
         due_N: Tensor | None = None,
         experts: tuple[int, int] = (0, 0),
         at_sampling: Sequence[bool | None] = (),
+        behind_N: Tensor | None = None,
     ) -> None:
         self._sample_of = None if sample_of is None else sample_of.to(device)
         self._sample_last, self.keys = sample_last, list(keys)
         self._due, self._slots, self._top_k = due_N, 0, experts[0]
+        self._behind = behind_N
         self._chance = 1 - experts[0] / experts[1] if experts[1] else 0.0
         self.judged_B = np.array([at is not False for at in at_sampling or [None] * len(keys)])
         self.fresh_B = np.array([at is True for at in at_sampling or [None] * len(keys)])
@@ -122,10 +129,11 @@ class PassFlips:
             apart_N = (lost_N >= least) & self._judged_N
             self.apart_L2[layer] += torch.stack((apart_N.sum(), (lost_N * apart_N).sum()))
 
-    def by_token(self, lost_N: np.ndarray) -> tuple[Disagreement, np.ndarray]:
-        """The samples, judged token by token, and their ends; `lost_N` is that of this pass on the CPU."""
+    def by_token(self, lost_N: np.ndarray) -> tuple[Disagreement, np.ndarray, np.ndarray]:
+        """The samples, judged token by token, their ends and answers; `lost_N` is that of this pass on the CPU."""
+        nothing = np.zeros(answer_agreement.SHAPE, np.int64)
         if self._judged_N is None or self._due is None:
-            return Disagreement.nothing(len(self.keys)), np.zeros(SHAPE, np.int64)
+            return Disagreement.nothing(len(self.keys)), np.zeros(SHAPE, np.int64), nothing
         sample_N = self._samples().numpy()
         judged = self._due.numpy() & self.judged_B[sample_N]
         order = np.flatnonzero(judged)
@@ -134,6 +142,9 @@ class PassFlips:
         return (
             of_samples(lost_N[order], sample_N[order], len(self.keys), self._slots, self._chance),
             at_ends(lost_N[fresh], sample_N[fresh], self._slots),
+            nothing
+            if self._behind is None
+            else answer_agreement.by_side(lost_N[fresh], self._behind.numpy()[fresh], self._slots),
         )
 
     def _samples(self) -> Tensor:
@@ -167,7 +178,7 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
     counts_LKB = torch.cat([pass_flips.counts_LKB for pass_flips in all_passes], dim=2).cpu().numpy()
     lost_N = torch.cat([pass_flips.lost_N for pass_flips in all_passes]).cpu().numpy()
     ends = np.cumsum([len(pass_flips.lost_N) for pass_flips in all_passes])
-    by_token, by_end = zip(
+    by_token, by_end, by_side = zip(
         *(
             pass_flips.by_token(lost_N[end - len(pass_flips.lost_N) : end])
             for pass_flips, end in zip(all_passes, ends, strict=True)
@@ -182,6 +193,7 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
         lost_SL,
         torch.stack([pass_flips.apart_L2 for pass_flips in all_passes]).sum(0).cpu().numpy(),
         np.sum(by_end, axis=0),
+        np.sum(by_side, axis=0),
         Disagreement(*(np.concatenate(part) for part in zip(*by_token, strict=True))),
         np.concatenate([pass_flips.fresh_B for pass_flips in all_passes]),
     )
@@ -208,4 +220,4 @@ def summed(flips: SampleFlips, places_counted: np.ndarray | None = None) -> Samp
     run, start, stop = (part[best] for part in flips.by_token[3:])
     fresh = np.logical_and.reduceat(flips.fresh[order], first)
     by_token = Disagreement(tokens, num_apart, expected, run, start, stop)
-    return SampleFlips(keys[first], due_SL, flipped, lost, flips.apart, flips.ends, by_token, fresh)
+    return SampleFlips(keys[first], due_SL, flipped, lost, flips.apart, flips.ends, flips.answers, by_token, fresh)

@@ -107,12 +107,14 @@ class ReplayRecords:
         at_sampling: of each record, whether the pass has the weights that sampled its row. True: only rounding may
             explain flips. False: another pass of the step has them and judges the row, so this one does not. None, and
             empty for all: unknown, so the router may have moved.
+        prompts: of each record, the rows at its beginning whose tokens all samples of its prompt share; empty: unknown.
     """
 
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
     scores: RouterScores | None = None
     at_sampling: tuple[bool | None, ...] = ()
+    prompts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from routing.judge import answer_agreement
 from routing.judge.end_agreement import SHAPE
 from routing.judge.sample_flips import SampleFlips, summed
 from routing.judge.token_agreement import Disagreement
@@ -49,6 +50,7 @@ def over_ranks(
             np.concatenate([rank_flips.lost for rank_flips in all_flips]),
             np.sum([rank_flips.apart for rank_flips in all_flips], axis=0),
             np.sum([rank_flips.ends for rank_flips in all_flips], axis=0),
+            np.sum([rank_flips.answers for rank_flips in all_flips], axis=0),
             Disagreement(
                 *(np.concatenate(part) for part in zip(*(rank_flips.by_token for rank_flips in all_flips), strict=True))
             ),
@@ -69,6 +71,7 @@ def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
             layers,
             flips.apart[layers].ravel(),
             flips.ends.ravel(),
+            flips.answers.ravel(),
             rows.ravel(),
             tables.ravel(),
         ]
@@ -82,17 +85,19 @@ def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarr
     _, samples, layers = words_W[:3].tolist()
     ids_at = 3 + num_sums
     apart_at, ends_at = ids_at + layers, ids_at + 3 * layers
-    rows_at = ends_at + prod(SHAPE)
+    answers_at = ends_at + prod(SHAPE)
+    rows_at = answers_at + prod(answer_agreement.SHAPE)
     tables_at = rows_at + 8 * samples
     layers_here = words_W[ids_at:apart_at]
     apart_L2 = np.zeros((num_layers, 2), np.int64)
     apart_L2[layers_here] = words_W[apart_at:ends_at].reshape(layers, 2)
-    ends = words_W[ends_at:rows_at].reshape(SHAPE)
+    ends = words_W[ends_at:answers_at].reshape(SHAPE)
+    answers = words_W[answers_at:rows_at].reshape(answer_agreement.SHAPE)
     keys, *by_token, fresh = words_W[rows_at:tables_at].reshape(8, samples)
     tables = np.zeros((3, samples, num_layers), np.int64)
     tables[..., layers_here] = words_W[tables_at:].reshape(3, samples, layers)
     due_SL, flipped, lost = tables
-    judged = apart_L2, ends, Disagreement(*by_token), fresh.astype(bool)
+    judged = apart_L2, ends, answers, Disagreement(*by_token), fresh.astype(bool)
     return words_W[3:ids_at], SampleFlips(keys, due_SL, flipped, lost, *judged)
 
 

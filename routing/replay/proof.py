@@ -74,6 +74,14 @@ def due_tokens(lengths: Sequence[int], layout: AnyLayout) -> Tensor:
     return torch.from_numpy(column < np.asarray(lengths)[sequence])
 
 
+def tokens_from(firsts: Sequence[int], layout: AnyLayout) -> Tensor | None:
+    """`[N]` bool: local tokens from place `firsts` of their sequence on; None without `firsts`."""
+    if not firsts:
+        return None
+    sequence, column = locate(layout)
+    return torch.from_numpy(column >= np.asarray(firsts)[sequence])
+
+
 def free_tokens(records: Sequence[RouteRecord | None], layout: AnyLayout) -> Tensor | None:
     """`[N]` bool: real local tokens without routes in their record; None when every record covers all its rows."""
     if all(record is None or record.covered is None for record in records):

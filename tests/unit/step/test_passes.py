@@ -20,8 +20,8 @@ def test_the_table_of_replay_modes() -> None:
     assert update_source("none", BATCH, None) == Native()
     assert anchor_source("R2", BATCH) == Record()
     assert update_source("R2", BATCH, RECORDED) == ReplayRecorded(RECORDED)
-    assert anchor_source("R3", BATCH) == ReplayRecords(BATCH.routes, BATCH.origins)
-    assert update_source("R3", BATCH, None) == ReplayRecords(BATCH.routes, BATCH.origins)
+    assert anchor_source("R3", BATCH) == ReplayRecords(BATCH.routes, BATCH.origins, prompts=(4,))
+    assert update_source("R3", BATCH, None) == ReplayRecords(BATCH.routes, BATCH.origins, prompts=(4,))
 
 
 def test_r2_without_a_recording_is_a_bug_of_ours_and_stops() -> None:
