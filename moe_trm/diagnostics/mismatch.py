@@ -20,6 +20,8 @@ from moe_trm.ratios import clamp_log_ratio
 HIGH_RATIO = 2.0
 PARTS = ("lag", "update")
 """Parts of staleness: where it is known, they are measured by tokens alone."""
+ODDS = 6.0
+"""Log-odds beyond which a probability is too near 0 or 1 to compare temperatures by."""
 PROBABILITY_TOP, CHI2_TOP = 0, 20
 """Powers of two that end the histograms: differences of probabilities are at most 1."""
 
@@ -55,6 +57,7 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `probs_pearson` | correlation of p and q |
     | `probs_diff_{mean,std,max}` | of abs(p - q): the field's proxy of total variation |
     | `probs_diff_p95` | its 95th percentile over tokens |
+    | `log_odds`, `log_odds_slope` | correlation of their log-odds within +-6, and the slope of q's by p's |
     | `chi2_token_p95` | 95th percentile over rows of mean_t(e^{2x}) - 1 |
 
     Percentiles are of histograms (`moe_trm.methods.summable`). When the rollout's distribution on its kept support is
@@ -127,7 +130,7 @@ def _of_policies(rollout_N: Tensor, log_ratio_N: Tensor, packing: Packing) -> su
     rollout_b, training_b = of_rows(-rollout_N), of_rows(-rollout_N - log_ratio_N)
     excess_b = of_rows((2 * clamp_log_ratio(log_ratio_N)).expm1())
     p, q = rollout_N.exp(), (rollout_N + log_ratio_N).exp()
-    gap, count = (p - q).abs(), p.new_tensor(len(p))
+    gap = (p - q).abs()
     means = {
         "rollout_log_ppl": rollout_b,
         "training_log_ppl": training_b,
@@ -135,15 +138,22 @@ def _of_policies(rollout_N: Tensor, log_ratio_N: Tensor, packing: Packing) -> su
         "training_ppl": training_b.exp(),
         "probs_diff": gap,
     }
-    correlated = {"x": p.sum(), "xx": p @ p, "y": q.sum(), "yy": q @ q, "xy": q @ p, "count": count}
+    known = (p.logit().abs() < ODDS) & (q.logit().abs() < ODDS)
+    correlated = {"probs_pearson": _correlated(p, q), "log_odds": _correlated(p[known].logit(), q[known].logit())}
+    correlated["log_odds"]["slope"] = p.new_zeros(())
     return {
         **_means(means),
-        **{f"probs_pearson:{role}": value for role, value in correlated.items()},
+        **{f"{name}:{role}": value for name, roles in correlated.items() for role, value in roles.items()},
         "probs_diff:squared": gap @ gap,
         "probs_diff_max:max": summable.highest(gap),
         **summable.histogram("probs_diff", summable.bins(gap, PROBABILITY_TOP)),
         **summable.histogram("chi2_token", summable.bins(excess_b, CHI2_TOP)),
     }
+
+
+def _correlated(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The roles of a correlation."""
+    return {"x": x.sum(), "xx": x @ x, "y": y.sum(), "yy": y @ y, "xy": y @ x, "count": x.new_tensor(len(x))}
 
 
 def _means(values: Mapping[str, Tensor]) -> summable.Summable:

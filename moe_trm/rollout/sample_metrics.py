@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,9 +32,37 @@ def sample_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> 
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
+        **copy_metrics(records),
         **turn_metrics(records),
         **mask_metrics([row for record in records for row in record.rows], params),
     }
+
+
+UNLIKELY = math.log(1e-6)
+"""Log of the chance of a step's copies below which they are none of chance."""
+
+
+def copy_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """`response/copies`: answers that repeat another of their group, beyond what the policy makes likely.
+
+    Of n samples of a group, k have the same tokens, of probability P by the rollout's own log-probs. Given one of them,
+    k - 1 others are the same with a chance of at most C(n - 1, k - 1) P^(k - 1). `response/copies_log_p` is the log of
+    the least such chance, times the number of groups; it is there where answers are equal at all.
+    """
+    groups: dict[int, Counter[bytes]] = {}
+    log_probs: dict[bytes, float] = {}
+    for record in records:
+        answer = b"/".join(row.tokens.tobytes() + row.sampled.tobytes() for row in record.rows)
+        groups.setdefault(record.group_id, Counter())[answer] += 1
+        log_probs[answer] = sum(float(row.rollout_logprobs.sum(dtype=np.float64)) for row in record.rows)
+    chances = [
+        (count - 1, math.log(math.comb(counts.total() - 1, count - 1) * len(groups)) + (count - 1) * log_probs[answer])
+        for counts in groups.values()
+        for answer, count in counts.items()
+        if count > 1
+    ]
+    metrics = {"response/copies": float(sum(copies for copies, log_p in chances if log_p < UNLIKELY))}
+    return metrics | ({"response/copies_log_p": min(log_p for _, log_p in chances)} if chances else {})
 
 
 def time_metrics(records: Sequence[RolloutRecord], busy_s: float, idle_s: float, push_s: float) -> dict[str, float]:

@@ -59,8 +59,9 @@ def verdict(
     |---|---|---|
     | `labels` | over 5% of answers are explained better by another version than by that of their label | the servers |
     | `routes` | replayed routes make over twice the mismatch of the learner's own, of fresh samples | the engine |
+    | `records` | false masks, copied answers, log-probs of another temperature | the server |
     | `precision` | engine k3 above 0.05, Pearson below 0.95, or perplexities 5% apart | routes, dtype |
-    | `outlier` | a token's probability differs by more than 0.8 between the engines | reject its row |
+    | `outlier` | a token differs by over 0.8, or by over 0.2 and 16 times where others agree | reject its row |
     | `unsplit` | merged or total k3 above 0.05, and no part is known | snapshots; weights, if samples are old |
     | `lag`, `staleness` | k3 above 0.05 and above the engines'; made before or within the step | age, or updates |
     | `masking` | IcePop drops over 10%, all rules over 25%, or their weights leave an ESS below 0.3 | by `escalation` |

@@ -15,6 +15,7 @@ from moe_trm.methods.corrections import CORRECTIONS
 from moe_trm.methods.limits import FAR_AHEAD, OUTLIER, RISING_STEPS
 from moe_trm.observe.advice import remedies
 from moe_trm.observe.advice.remedies import Remedy, Settings, first
+from moe_trm.observe.advice.verdict_samples import lone_tokens, records
 from moe_trm.observe.advice.verdict_types import Verdict, pick
 
 Seen = Mapping[str, float]
@@ -284,6 +285,7 @@ def costly(history: Sequence[Seen], settings: Settings) -> Verdict | None:
 
 
 CASES: tuple[Callable[[Seen, Settings], Verdict | None], ...] = (
+    records,
     precision,
     outlier,
     unsplit,
@@ -294,6 +296,7 @@ CASES: tuple[Callable[[Seen, Settings], Verdict | None], ...] = (
     drift,
     bias,
     exploded,
+    lone_tokens,
 )
 """In the order in which they are asked."""
 

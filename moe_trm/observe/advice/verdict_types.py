@@ -12,6 +12,7 @@ Case = Literal[
     "routes",
     "precision",
     "outlier",
+    "records",
     "unsplit",
     "lag",
     "staleness",

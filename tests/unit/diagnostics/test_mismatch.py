@@ -83,7 +83,17 @@ def test_equal_policies_have_no_mismatch(fx: WorkedExample) -> None:
     got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
     for name, value in got.items():
         one = name.endswith(
-            ("probs_pearson", "eff_sample_size", "_is_mean", "_is_seq_mean", "_max", "_min", "ppl_ratio")
+            (
+                "probs_pearson",
+                "log_odds",
+                "log_odds_slope",
+                "eff_sample_size",
+                "_is_mean",
+                "_is_seq_mean",
+                "_max",
+                "_min",
+                "ppl_ratio",
+            )
         )
         unlike = one and not name.endswith(("probs_diff_max", "log_ppl_diff_max", "log_ppl_diff_min"))
         expected = value if name.endswith("_ppl") else float(unlike)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from moe_trm.rollout.sample_metrics import sample_metrics
@@ -29,3 +32,21 @@ def test_solved_groups_have_the_highest_reward_in_every_sample(
     ]
     found = sample_metrics(records, SamplingParams())
     assert (found["reward/zero_variance_groups"], found["reward/solved_groups"]) == (equal, solved)
+
+
+@pytest.mark.parametrize(("log_prob", "copies"), [(-2.0, 3), (-0.01, 0)])
+def test_answers_are_copies_where_the_policy_makes_equal_ones_next_to_impossible(log_prob: float, copies: int) -> None:
+    """Four of eight answers of a prompt are one; of another prompt all are different."""
+    samples = [make_record(sample_id=i, group_id=i // 8, num_sampled=6) for i in range(16)]
+    copied = replace(samples[0], rollout_logprobs=np.full(6, log_prob, np.float32))
+    samples[:4] = [replace(copied, sample_id=i) for i in range(4)]
+    metrics = sample_metrics(samples, SamplingParams())
+    assert metrics["response/copies"] == copies
+    assert metrics["response/copies_log_p"] == pytest.approx(np.log(35 * 2) + 3 * 6 * log_prob, rel=1e-5)
+
+
+def test_equal_answers_to_different_prompts_are_no_copies() -> None:
+    samples = [replace(make_record(), sample_id=i, group_id=i) for i in range(4)]
+    metrics = sample_metrics(samples, SamplingParams())
+    assert metrics["response/copies"] == 0
+    assert "response/copies_log_p" not in metrics

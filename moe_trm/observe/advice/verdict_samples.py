@@ -1,0 +1,65 @@
+"""Cases of the verdict about records that are not what they claim to be, at a mismatch that looks healthy.
+
+Each case is a function of one step's finished metrics, and None where it does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from moe_trm.methods.limits import FAR, FAR_APART, TIGHT
+from moe_trm.observe.advice.remedies import Remedy, Settings, first
+from moe_trm.observe.advice.verdict_types import Verdict, pick
+
+Seen = Mapping[str, float]
+
+SLOPE, CORRELATED = math.log(1.1), 0.98
+"""Log-odds of another temperature have a slope that differs from 1 by this factor, and are still so correlated. Noise
+that changes the slope as much correlates less."""
+
+
+def records(seen: Seen, settings: Settings) -> Verdict | None:
+    """Masks that the sampler cannot have kept, answers that are copies, log-probs of another temperature."""
+    if refused := seen.get("sampling_mask/refused_fraction", 0.0):
+        text = (
+            f"The sampling masks of {refused:.1%} of the rows are not what the sampler's settings leave, so these rows "
+            "were not trained: compare the server's top_p, top_k and min_p with the run's."
+        )
+        return Verdict("records", text, {"sampling_mask/refused_fraction": refused}, "")
+    if copies := seen.get("response/copies", 0.0):
+        text = (
+            f"{copies:.0f} answers are copies of others to the same prompt, token for token, although the policy makes "
+            "that next to impossible: look for a seed that repeats, or a cache of answers before the server."
+        )
+        return Verdict("records", text, pick(seen, "response/copies", "response/copies_log_p"), "")
+    return _temperature(seen, settings)
+
+
+def _temperature(seen: Seen, settings: Settings) -> Verdict | None:
+    slope, correlation = seen.get("engine/log_odds_slope", 1.0), seen.get("engine/log_odds", 0.0)
+    if slope <= 0 or abs(math.log(slope)) < SLOPE or correlation < CORRELATED:
+        return None
+    way, temperature = "a higher" if slope > 1 else "a lower", settings.get("rollout.temperature", 1.0)
+    text = (
+        f"The rollout's log-probs are those of {way} temperature than the run's {temperature} (the learner's log-odds "
+        f"are {slope:.2f} times as far apart): look at the server's settings of log-probs."
+    )
+    return Verdict("records", text, {"engine/log_odds_slope": slope, "engine/log_odds": correlation}, "")
+
+
+def lone_tokens(seen: Seen, settings: Settings) -> Verdict | None:
+    """Single tokens far apart in a batch that agrees: re-tokenised text, or answers to other prompts."""
+    gap, usual = seen.get("engine/probs_diff_max", 0.0), seen.get("engine/probs_diff_p95", math.inf)
+    least, most = (seen.get(f"engine/rollout_is_{end}", 1.0) for end in ("min", "max"))
+    factor = max(most, 1 / least if least > 0 else math.inf)
+    if gap <= FAR_APART or factor <= FAR or usual > TIGHT:
+        return None
+    text = (
+        f"The engines agree but for single tokens, whose probabilities differ by up to {gap:.2f} and by a factor of up "
+        f"to {factor:.2g}. Their records are not of these tokens (text that was tokenised again, an answer to another "
+        "prompt): look at them in the transcripts, and let no row with one train."
+    )
+    remedy = first(settings, Remedy("correction.rules=[{name: trm_max, thresholds: {max_kl: 2.0}}]", ""))
+    evidence = pick(seen, "engine/probs_diff_max", "engine/rollout_is_min", "engine/rollout_is_max")
+    return Verdict("outlier", text, evidence, remedy.config)
