@@ -1,12 +1,14 @@
 """Confusion matrix of the doctor: planted faults against the causes it names.
 
-`python -m benchmarks.planted_faults [--checkpoint DIR] [--seeds 0 1 2] [--only FAULT ...] [--json FILE]`
+`python -m benchmarks.planted_faults [--checkpoint DIR] [--seeds 0 1 2] [--only FAULT ...] [--lies] [--json FILE]`
 
 Every fault is planted from outside, into an input of one of the two engines: its weights, its config.json, its
 settings, its tokenizer, or the connection between them. A real float32 SGLang server that serves the untouched
 checkpoint records rollouts once per seed. A learner with a faulty input then scores them, at three severities, and the
 doctor names a cause. Clean controls are treated the same way. Faults that no recording shows are planted between a live
 server and `moe-trm doctor`, or into the server that the doctor starts.
+
+`--lies` plants faults into a recorded step instead, after the engine (`benchmarks.lies`).
 
 Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
 """
@@ -27,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import stale_decoder
+from benchmarks import lies, stale_decoder
 from benchmarks.faults import SEVERITIES, Planted, faults, planted_checkpoint
 from benchmarks.options import command_line
 from benchmarks.short_run import starting_checkpoint
@@ -298,6 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of what is sampled and planted (default: 0 1 2)"
     )
+    parser.add_argument("--lies", action="store_true", help="edit a recorded step instead")
+    parser.add_argument("--bundle", type=Path, help="with --lies: that step, recorded before from --checkpoint")
     parser.add_argument("--only", nargs="+", help="faults by name")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -305,7 +309,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-trm-faults-") as scratch:
-            clinic = Clinic(Path(scratch), starting_checkpoint(args.checkpoint, Path(scratch)).resolve())
+            checkpoint = starting_checkpoint(args.checkpoint, Path(scratch)).resolve()
+            if args.lies:
+                rows = lies.rows_of_lies(checkpoint, Path(scratch), args.bundle, args.seeds)
+                report("Records that are not what they claim to be", rows, args.json)
+                return int(any(row["outcome"] != row["expected"] for row in rows))
+            clinic = Clinic(Path(scratch), checkpoint)
             planted = [fault for fault in faults(args.versions) if not args.only or fault.name in args.only]
             rows = (
                 list(

@@ -28,3 +28,14 @@ def test_severe_faults_are_named_and_clean_controls_are_not(brief_checkpoint: Pa
     assert {row["fault"] for row in severe} == set(only)
     wrong = [row for row in severe if row["found"] != row["expected"]]
     assert wrong == []
+
+
+@pytest.mark.slow
+def test_every_lie_is_told_or_stopped_and_clean_records_are_not(brief_checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.planted_faults", "--lies", "--checkpoint", str(brief_checkpoint)]
+    command += ["--seeds", "0", "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ), timeout=900)
+    print(done.stdout)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row for row in rows if row["outcome"] != row["expected"]] == []
+    assert done.returncode == 0, done.stderr[-2000:]
