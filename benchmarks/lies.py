@@ -200,6 +200,16 @@ LIES: Mapping[str, tuple[Lie, str]] = MappingProxyType(
 """Name -> the edit, and the least that has to come of it."""
 
 
+OUTCOMES = ("nothing", "told", "rejected", "stopped")
+"""From the weakest to the strongest."""
+
+
+def suffices(row: Row) -> bool:
+    """True where as much came of a lie as expected, or more, and nothing of a clean step."""
+    weaker = OUTCOMES.index(str(row["outcome"])) < OUTCOMES.index(str(row["expected"]))
+    return row["outcome"] == row["expected"] or not (weaker or row["expected"] == "nothing")
+
+
 def outcome(config: Config, learner: Learner, records: Sequence[RolloutRecord]) -> tuple[str, str]:
     """What becomes of a step of fresh samples: `nothing`, `told`, `rejected` or `stopped`, and how it is named."""
     bounds, accepted, reasons = (

@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.lies:
                 rows = lies.rows_of_lies(checkpoint, Path(scratch), args.bundle, args.seeds)
                 report("Records that are not what they claim to be", rows, args.json)
-                return int(any(row["outcome"] != row["expected"] for row in rows))
+                return int(not all(map(lies.suffices, rows)))
             clinic = Clinic(Path(scratch), checkpoint)
             planted = [fault for fault in faults(args.versions) if not args.only or fault.name in args.only]
             rows = (

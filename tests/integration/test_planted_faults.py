@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lies import suffices
+
 
 @pytest.mark.slow
 def test_severe_faults_are_named_and_clean_controls_are_not(brief_checkpoint: Path, tmp_path: Path) -> None:
@@ -37,5 +39,5 @@ def test_every_lie_is_told_or_stopped_and_clean_records_are_not(brief_checkpoint
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ), timeout=900)
     print(done.stdout)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row for row in rows if row["outcome"] != row["expected"]] == []
+    assert [row for row in rows if not suffices(row)] == []
     assert done.returncode == 0, done.stderr[-2000:]
