@@ -287,6 +287,10 @@ class HFReplayer:
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
             sequence_of = columns.cut_places(rows.sequence_of())
+            behind = None
+            if prompts:
+                is_behind_N = rows.position_ids().flatten() >= torch.tensor(prompts)[rows.sequence_of()]
+                behind = columns.cut_places(is_behind_N)
             flips = PassFlips(
                 keys_of(samples, rows.sequences(input_ids.cpu()) if rows.is_packed else input_ids),
                 torch.zeros(len(rows.spans), dtype=torch.int64).index_add(0, sequence_of, due_N.long()),
@@ -298,7 +302,7 @@ class HFReplayer:
                 due_N=due_N if isinstance(source, ReplayRecords) else None,
                 experts=(self.top_k, self.num_experts),
                 at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
-                behind_N=columns.cut(rows.mask_from(prompts)).flatten() if prompts else None,
+                behind_N=behind,
             )
             self._by_sample.append(flips)
             opened.indexer.keys = flips.keys

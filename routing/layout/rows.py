@@ -14,7 +14,7 @@ Shape letters: B rows, R columns, S sequences, N = B * R places in batch order (
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -108,10 +108,6 @@ class Rows:
     def without_last(self) -> Tensor:
         """`[B, R]` bool, true on every token but the last of its sequence."""
         return self._mark([(start, max(start, stop - 1)) for start, stop in self.spans])
-
-    def mask_from(self, firsts: Sequence[int]) -> Tensor:
-        """`[B, R]` bool, true on the tokens from place `firsts` of each sequence on."""
-        return self._mark([(start + first, stop) for first, (start, stop) in zip(firsts, self.spans, strict=True)])
 
     def places(self) -> Tensor:
         """`[tokens]` int64: the place of every token, sequence by sequence."""
