@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
@@ -48,6 +49,51 @@ async def run(base_url, api_key, prompt):
         return 1.0
 """
 SESSIONS = 12
+CLIENTS = """
+import anthropic
+import openai
+
+
+async def chat(client, question, word):
+    history = [{"role": "user", "content": question}]
+    first = await client.chat.completions.create(model="policy", messages=history, max_completion_tokens=7)
+    history += [first.choices[0].message, {"role": "user", "content": word}]
+    text = ""
+    async for part in await client.chat.completions.create(model="policy", messages=history, stream=True):
+        text += part.choices[0].delta.content or ""
+    return first.choices[0].message.content, text
+
+
+async def responses(client, question, word):
+    first = await client.responses.create(model="policy", input=question, max_output_tokens=7)
+    asked = {"model": "policy", "input": word, "previous_response_id": first.id, "stream": True}
+    # The package's own helper wants an answer that no limit has cut.
+    events = [event async for event in await client.responses.create(**asked)]
+    return first.output_text, events[-1].response.output_text
+
+
+async def messages(client, question, word):
+    history = [{"role": "user", "content": question}]
+    first = await client.messages.create(model="policy", messages=history, max_tokens=7)
+    history += [{"role": "assistant", "content": first.content}, {"role": "user", "content": word}]
+    async with client.messages.stream(model="policy", messages=history, max_tokens=12) as stream:
+        second = await stream.get_final_message()
+    return ["".join(block.text for block in answer.content) for answer in (first, second)]
+
+
+async def run(base_url, api_key, prompt):
+    if prompt.text == "messages":
+        client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+    else:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    async with client:
+        texts = await globals()[prompt.text](client, "what is 7 + 5?", "and now?")
+    with open(prompt.extra["file"], "wb") as file:
+        file.write("\\0".join(texts).encode())
+    return 1.0
+"""
+"""An agent for each interface, by the packages that most agents use: one answer whole, then one as a stream."""
+DIALECTS = ("chat", "messages", "responses")
 
 
 def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_the_whole(
@@ -87,6 +133,45 @@ def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_
     assert metrics["agent/branches"] == 2 * SESSIONS
     assert metrics["agent/cut"] == metrics["agent/rewritten"] == metrics["agent/refused"] == 0
     assert len({tuple(np.array(record.tokens).tolist()) for record in records}) > 1
+
+
+def test_the_packages_of_openai_and_anthropic_talk_with_the_policy_on_every_interface(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    for package in ("anthropic", "openai.resources"):
+        pytest.importorskip(package, reason=f"{package}, or a part of it, is missing", exc_type=ImportError)
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
+    (tmp_path / "agent.py").write_text(CLIENTS)
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=12, stop_token_ids=(2,))
+    names = [f"{dialect}{number}" for dialect in DIALECTS for number in range(3)]
+
+    async def work() -> list[RolloutRecord]:
+        engine = ServerEngine(served_config, rollout_server.api_key)
+        settings = served_config.task.model_copy(update={"eval_size": 0})
+        task = build_task(settings, str(with_template(tiny_moe, tmp_path / "chat")), 0)
+        host = FunctionHost(f"{tmp_path / 'agent.py'}:run", adapter=ADAPTER, key="rollout.agent", limit_s=120.0)
+        policy = Policy(engine, task.tokens, AnswerReader(), Limits(9, 400))
+        sampler = AgentSampler(
+            host, AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20), policy, task, params, keep_changed=False
+        )
+        try:
+            await sampler.start()
+            await engine.start()
+            prompts = [Prompt(name, (), name[:-1], extra={"file": str(tmp_path / name)}) for name in names]
+            return await asyncio.gather(
+                *(sampler.sample(prompt, sample_id=place, group_id=0) for place, prompt in enumerate(prompts))
+            )
+        finally:
+            await sampler.close()
+            await engine.close()
+
+    decode = Tokens(tiny_moe).decode_all
+    for name, record in zip(names, asyncio.run(work()), strict=True):
+        check_against_hf(record, tiny_moe, params)
+        assert [turn.dialect for turn in record.session] == [name[:-1]] * 2
+        answers = [record.tokens[record.sampled & (record.turn_ids == turn)].tolist() for turn in range(2)]
+        texts = [decode(ids[:-1] if ids[-1] == 2 else ids) for ids in answers]
+        assert (tmp_path / name).read_bytes().decode().split("\0") == texts
 
 
 def test_a_stop_text_of_several_tokens_ends_an_answer_where_it_is_complete(

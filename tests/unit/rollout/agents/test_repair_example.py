@@ -22,7 +22,6 @@ from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.agents.tree import SessionTree
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.runtime.child import Answerer
 from tests.unit.rollout.agents.served import PARAMS, TOKENS
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_tree import check_record
@@ -109,7 +108,6 @@ def samples(deeds: Sequence[str], most_at_once: int, options: Sequence[str] = ()
     async def nothing(op: str, arguments: Mapping[str, Any]) -> None:
         raise AssertionError(op)
 
-    _: Answerer = nothing
     return asyncio.run(asyncio.wait_for(go(), 500))
 
 
@@ -120,7 +118,7 @@ def check(results: Sequence[tuple[Any, SessionTree]], deeds: Sequence[str]) -> N
         assert tree.nodes
         for leaf in tree.leaves():
             check_record(leaf)
-    assert not any(AGENT[2] in process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
+    assert not any(AGENT[2] in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
     assert not [place for place in PLACES if (Path(place) / MARK).exists()]
 
 
