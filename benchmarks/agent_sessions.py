@@ -9,6 +9,7 @@ added time of a request is what a client waits beyond S. CPU seconds are the ser
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import psutil
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.models.tiny.checkpoint import character_tokenizer, save, tiny_model
+from moe_trm.rollout.agents.dialects.chat import CHAT
+from moe_trm.rollout.agents.dialects.dialect import SessionFacts
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
@@ -100,6 +103,8 @@ async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) 
         addresses = [server.open(session) for session in sessions]
         file = Path(folder) / "addresses.json"
         file.write_text(json.dumps([(address.base_url, address.api_key) for address in addresses]))
+        await _first_answer(policy, params)
+        _freeze()
         process = psutil.Process()
         resident, cpu, begun = process.memory_info().rss, sum(process.cpu_times()[:2]), time.monotonic()
         command = [sys.executable, "-m", "benchmarks.agent_sessions", "--addresses", str(file), "--turns", str(turns)]
@@ -124,10 +129,24 @@ async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) 
     }
 
 
+async def _first_answer(policy: Policy, params: SamplingParams) -> None:
+    """Imports what the first request of a run imports, and has the template compiled."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": "100000+1="}]}
+    session = LiveSession(policy, params, bare=False)
+    await session.answer(CHAT.read(body, SessionFacts(params, session.reads_calls, session.kept)), "first")
+
+
+def _freeze() -> None:
+    """As the controller of a run does: collections leave what was imported alone."""
+    gc.collect()
+    gc.freeze()
+
+
 async def talk(file: Path, turns: int, engine_s: float, dialect: str) -> None:
     """All clients, which begin one after the other; prints the seconds that each request took beyond the engine's."""
     addresses = json.loads(file.read_text())
     added: list[float] = []
+    _freeze()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         await asyncio.gather(
             *(
