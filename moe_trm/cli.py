@@ -86,6 +86,16 @@ COMMANDS = (
         ("configs/quickstart.yaml", "configs/gsm8k.yaml --no-probe", "configs/quickstart.yaml --json checks.json"),
     ),
     Command(
+        "audit",
+        "moe_trm.tools.audit.commands",
+        "say from a dump of anybody's run what sets its rollout, its trainer and its checkpoint apart",
+        (
+            "rollout_3.pt train_3.pt --checkpoint MODEL_FOLDER --temperature 1",
+            "dump.jsonl --checkpoint MODEL_FOLDER --json audit.json",
+            "runs/bundle --checkpoint MODEL_FOLDER --rows 16",
+        ),
+    ),
+    Command(
         "plan",
         "moe_trm.tools.plan.commands",
         "say what a run needs of which GPUs, and how long its steps take; reads config.json alone",

@@ -18,7 +18,6 @@ from moe_trm.errors import BundleError
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import ScoredBatch, ScoresReader
 from moe_trm.types import RolloutRecord
-from routing import RouteRecord
 
 Array = NDArray[Any]
 
@@ -104,7 +103,7 @@ def of_sample(
         native=native.astype(np.float64),
         entropy=entropy.astype(np.float64),
         flipped_layers=flipped_layers,
-        touched=_touched(record.routes)[places],
+        touched=touched_experts(record.routes.experts, record.routes.num_experts)[places],
     )
 
 
@@ -122,10 +121,11 @@ def _only_step(bundle: Path) -> int:
     return steps[-1]
 
 
-def _touched(routes: RouteRecord) -> Array:
+def touched_experts(experts_RLK: Array, num_experts: int) -> Array:
     """`[R, L, E]` bool: experts that the rows up to and including each one passed."""
-    passed_RLE = np.zeros((routes.num_rows, len(routes.layer_ids), routes.num_experts), bool)
-    np.put_along_axis(passed_RLE, routes.experts.astype(np.int64), True, axis=2)
+    num_rows, num_layers, _ = experts_RLK.shape
+    passed_RLE = np.zeros((num_rows, num_layers, num_experts), bool)
+    np.put_along_axis(passed_RLE, experts_RLK.astype(np.int64), True, axis=2)
     touched: Array = np.logical_or.accumulate(passed_RLE, axis=0)
     return touched
 

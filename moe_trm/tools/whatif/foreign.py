@@ -58,6 +58,18 @@ def read(path: Path) -> Dump:
     """
     if path.suffix == ".jsonl":
         raise _lacking(path, "verl's generation log has texts and scores only", _VERL_FIX)
+    data = open_dump(path)
+    if isinstance(data.get("rollout_data"), Mapping):
+        return _miles(path, data)
+    if isinstance(data.get("samples"), Sequence):
+        return _slime(path, data)
+    if "rollout_log_probs" in data or "old_log_probs" in data:
+        return _verl(path, data)
+    raise _lacking(path, f"its keys are {sorted(map(str, data))[:8]}", "Give a dump of slime, miles or verl.")
+
+
+def open_dump(path: Path) -> Mapping[str, Any]:
+    """The dict in a file of `torch.save`. Raises `BundleError` where that needs code to run, or is another object."""
     try:
         with torch.serialization.safe_globals(_NUMPY), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")
@@ -72,13 +84,7 @@ def read(path: Path) -> Dump:
         ) from error
     if not isinstance(data, Mapping):
         raise _lacking(path, f"it holds a {type(data).__name__}", "Give a dump of slime, miles or verl.")
-    if isinstance(data.get("rollout_data"), Mapping):
-        return _miles(path, data)
-    if isinstance(data.get("samples"), Sequence):
-        return _slime(path, data)
-    if "rollout_log_probs" in data or "old_log_probs" in data:
-        return _verl(path, data)
-    raise _lacking(path, f"its keys are {sorted(map(str, data))[:8]}", "Give a dump of slime, miles or verl.")
+    return data
 
 
 def by_step(dumps: Sequence[Dump]) -> dict[int, list[ScoredUpdate]]:

@@ -1,0 +1,68 @@
+"""`moe-trm audit DUMP --checkpoint FOLDER`: what sets rollout, trainer and checkpoint of anybody's run apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from moe_trm.tools.audit.examine import AuditOptions, examine_dump
+from moe_trm.tools.audit.frameworks import read_dump
+from moe_trm.tools.audit.page import render
+from moe_trm.tools.audit.reference import ReferenceModel
+from moe_trm.tools.doctor.commands import tell
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `moe-trm audit`."""
+    parser.add_argument(
+        "dump",
+        type=Path,
+        nargs="+",
+        help="files or folders: a bundle, dumps of slime, miles or verl, or the plain layout of docs/healthy.md",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="HF_FOLDER", help="the weights that sampled the dump"
+    )
+    parser.add_argument(
+        "--learner-scores", type=Path, metavar="FILE", help="the trainer's log-probs in the plain layout"
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="of sampling, where the dump does not have it")
+    parser.add_argument("--top-p", type=float, metavar="P", help="of sampling, where the dump has no kept ids")
+    parser.add_argument("--share", type=float, default=0.03, help="share of the rows in which a fault has to be found")
+    parser.add_argument("--power", type=float, default=0.99, help="chance with which the sample has a row of it")
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help="rows to score, in place of what --share and --power need"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of the model (default: cuda where there is one)")
+    parser.add_argument("--page", type=Path, default=Path("audit.html"), metavar="FILE", help="default: audit.html")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every answer and figure here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when no fault was found, 1 otherwise."""
+    started = time.perf_counter()
+    dump = read_dump(args.dump, args.learner_scores)
+    options = AuditOptions(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        share=args.share,
+        power=args.power,
+        rows=args.rows,
+        seed=args.seed,
+    )
+    source = ", ".join(path.name for path in args.dump)
+    model = ReferenceModel(args.checkpoint, args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    audit = examine_dump(dump, source, model, options, tell)
+    args.page.write_text(render(audit), encoding="utf-8")
+    failed = sum(answer.status == "fail" for answer in audit.answers)
+    print(f"\n{failed} faults, {time.perf_counter() - started:.0f} s; page: {args.page}", flush=True)
+    if args.json:
+        document = {"healthy": audit.healthy, **asdict(audit)}
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0 if audit.healthy else 1
