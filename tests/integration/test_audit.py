@@ -115,8 +115,10 @@ def test_wrong_routes_are_named(qwen: Bench, fault: str) -> None:
     answers = [answer for answer in result.answers if answer.status == "fail"]
     answer = answers[0]
     assert (answer.question, answer.cause) == ("routes", ROUTE_FAULTS[fault]), [a.check.says for a in result.answers]
-    assert {other.question for other in answers} == {"routes"}
-    assert len(answers) == 1 or len(answer.rows) > 0.9 * len(qwen.rows), "one row in ten may get another cause"
+    # One of two rows with routes of older weights may look like a row of other weights.
+    also = {"log-probs of the rollout"} if fault == "older weights: two rows" else set[str]()
+    assert {answer.question for answer in answers} <= {"routes"} | also
+    assert len(answers) == 1 or also or len(answer.rows) > 0.9 * len(qwen.rows), "one row in ten has another cause"
     assert answer.fix
     if "one row" in fault:
         assert answer.rows == ("row 3",)
