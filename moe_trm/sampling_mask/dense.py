@@ -89,7 +89,7 @@ def full_scores(
     These are the likeliest ids.
     """
     request = _Requested(temperature, chunk_tokens, vocabulary, entropy, sum_of_squares, top_k)
-    logprobs, entropies, squares, top_ids, top_logprobs = _FullScores.apply(  # type: ignore[no-untyped-call]
+    logprobs, entropies, squares, top_ids, top_logprobs = _FullScores.apply(  # type: ignore[no-untyped-call, unused-ignore]
         hidden_NH, weight_VH, target_N, request
     )
     return FullScores(

@@ -136,7 +136,7 @@ def _apply(
     vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
     checked = check_support(hidden_NH.shape[0], *support)
-    result: tuple[Tensor, Tensor] = _MaskedLogprobs.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _MaskedLogprobs.apply(  # type: ignore[no-untyped-call, unused-ignore]
         hidden_NH, weight_VH, *support[1:], *checked, mu_logprobs, temperature, max_rows, vocabulary
     )
     return result

@@ -138,4 +138,5 @@ def test_groups_refuse_what_nccl_refuses(checkpoint: Path, tensor: torch.Tensor,
         dist.all_reduce(torch.zeros(2, device=DEVICE))
         with pytest.raises(RuntimeError, match=why):
             dist.all_reduce(there)
-        dist.all_reduce(torch.zeros(2), group=dist.new_group(backend="gloo"))
+        on_the_cpu: Any = dist.new_group(backend="gloo")
+        dist.all_reduce(torch.zeros(2), group=on_the_cpu)

@@ -5,6 +5,8 @@ A thread can therefore make them while other threads train.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -16,7 +18,9 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        # Releases of torch declare other types of groups.
+        self._group: Any = dist.new_group(backend="gloo") if several else None
         self.rank = dist.get_rank() if self._group is not None else 0
         self.size = dist.get_world_size() if self._group is not None else 1
 

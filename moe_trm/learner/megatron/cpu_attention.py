@@ -82,7 +82,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         before_CS = None
         if group.size() > 1:
             before_CS = _columns_before(query.shape[0] * group.size(), group)
-            key, value = (_Gathered.apply(x, group) for x in (key, value))  # type: ignore[no-untyped-call]
+            key, value = (_Gathered.apply(x, group) for x in (key, value))  # type: ignore[no-untyped-call, unused-ignore]
         key, value = for_all_heads(query.shape[2], key, value)
         seen = key.transpose(0, 1), value.transpose(0, 1)
         return attend(query.transpose(0, 1), *seen, self.kind(), before_CS).transpose(0, 1).flatten(2)
@@ -99,7 +99,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             return attend_within(query, key, value, lengths, self.kind()).flatten(1)
         local_lengths = [length // group.size() for length in lengths]
         key, value = (
-            _Gathered.apply(x, group).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
+            _Gathered.apply(x, group).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call, unused-ignore]
             for x in (key, value)
         )
         key, value = for_all_heads(query.shape[1], key, value)

@@ -81,7 +81,7 @@ class Parts:
         channels_PBR = whole_channels(channels_PBC, layout)
         if layout.cp_size == 1:
             return channels_PBR
-        return _WithOthers.apply(channels_PBR, self._slices[1])  # type: ignore[no-untyped-call, no-any-return]
+        return _WithOthers.apply(channels_PBR, self._slices[1])  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
     def from_last_stage(
         self, channels: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], device: torch.device
