@@ -38,7 +38,7 @@ class PlainEngine:
     """DeepSpeed's engine, as far as one rank without ZeRO needs it."""
 
     def __init__(self, policy: nn.Module) -> None:
-        self.policy = policy
+        self.policy = self.module = policy
 
     def __call__(self, *inputs: Any) -> Tensor:
         found: Tensor = self.policy(*inputs)

@@ -10,7 +10,7 @@ import numpy as np
 
 from launch.start.checks import Check
 from moe_trm.errors import BundleError, ConfigError, RecordRejected
-from moe_trm.tools.audit.answer import AuditAnswer
+from moe_trm.tools.audit.audit_answer import AuditAnswer
 from moe_trm.tools.audit.dump import OPTIONAL, AuditDump
 from moe_trm.tools.audit.logprob_causes import (
     ENGINES,

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from moe_trm.step.probe.pooled import Interval, PooledTokens, k3, pooled
-from moe_trm.tools.audit.answer import AuditAnswer
+from moe_trm.tools.audit.audit_answer import AuditAnswer
 from moe_trm.tools.audit.dump import Array
 from moe_trm.tools.audit.power import row_power
 from moe_trm.tools.audit.reference import PolicyScores, RowScores

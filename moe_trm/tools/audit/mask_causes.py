@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_trm.tools.audit.answer import AuditAnswer
+from moe_trm.tools.audit.audit_answer import AuditAnswer
 from moe_trm.tools.audit.dump import Array
 from moe_trm.tools.audit.power import row_power, token_power
 from moe_trm.tools.audit.reference import SHIFTS, RowScores

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from html import escape
 
 from moe_trm.observe.report.html import document, number, section, table, text
-from moe_trm.tools.audit.answer import AuditAnswer, listed
+from moe_trm.tools.audit.audit_answer import AuditAnswer, listed
 from moe_trm.tools.audit.examine import Audit
 
 WORDS = {"ok": "fine", "warn": "look", "fail": "fault", "skip": "open"}

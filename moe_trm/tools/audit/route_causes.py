@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_trm.tools.audit.answer import AuditAnswer
+from moe_trm.tools.audit.audit_answer import AuditAnswer
 from moe_trm.tools.audit.dump import Array
 from moe_trm.tools.audit.power import row_power, token_power, unrelated_shown
 from moe_trm.tools.audit.reference import RowScores, illegal

@@ -78,6 +78,7 @@ def with_transformer_engine() -> None:
     for name in [*sys.modules]:
         if name.startswith(("megatron.", "moe_trm.learner.megatron", "routing.megatron", "tests.")):
             del sys.modules[name]
+    import_module("moe_trm.learner.megatron.cpu_shim").define_stash()
     import_module("tests.integration.learner_support.runs").do_runs(
         import_module("tests.integration.learner_support.fused").with_layers
     )
