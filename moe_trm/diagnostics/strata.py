@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_trm.corrections.evidence import Correction, Evidence
@@ -19,7 +18,7 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
     |---|---|
     | `acceptance/length_1_16`, `acceptance/length_17_64`, ..., `acceptance/length_16385_up` | by sampled tokens |
     | `acceptance/positive`, `acceptance/negative`, `acceptance/zero` | by sign of the row's summed advantage |
-    | `acceptance/correct`, `acceptance/wrong` | reward above 0 and in the upper half of the minibatch's range, or not |
+    | `acceptance/correct`, `acceptance/wrong` | reward above 0 or not, where rewards are known |
     | `acceptance/multi_turn` | rows with several turns, where turns are known |
     | `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens` | share of *tokens* kept, first turn and later |
 
@@ -41,8 +40,7 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
         low = high + 1
     strata[f"length_{low}_up"] = lengths >= low
     if evidence.rewards is not None:
-        right = _right(evidence.rewards, nonempty)
-        strata |= {"correct": nonempty & right, "wrong": nonempty & ~right}
+        strata |= {"correct": nonempty & (evidence.rewards > 0), "wrong": nonempty & ~(evidence.rewards > 0)}
     tokens: dict[str, Tensor] = {}
     if evidence.turn_ids is not None:
         later = mask & (evidence.turn_ids > 0)
@@ -51,12 +49,3 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
     by_token = [summable.fraction(f"acceptance/{name}", correction.keep, stratum) for name, stratum in tokens.items()]
     by_row = [summable.fraction(f"acceptance/{name}", intact, rows) for name, rows in strata.items()]
     return summable.add(by_row + by_token)
-
-
-def _right(rewards: Tensor, counted: Tensor) -> Tensor:
-    """`[B]` bool: rewards above 0 that are in the upper half of the range that the counted rows have."""
-    if not rewards.numel():
-        return rewards > 0
-    low = torch.where(counted, rewards, torch.inf).min()
-    high = torch.where(counted, rewards, -torch.inf).max()
-    return (rewards > 0) & (2 * rewards >= low + high)
