@@ -38,6 +38,7 @@ SIGNS = (
 )
 PLACES = {
     "launch/learner.py": HERE,
+    "moe_trm/tools/audit/commands.py": "tests/integration/test_audit.py",
     "moe_trm/tools/doctor/environment.py": HERE,
     "moe_trm/tools/doctor/rehearsal.py": "tests/integration/test_rehearsal.py",
     "launch/start/cuda.py": "tests/unit/launch/test_cuda.py",
