@@ -41,6 +41,7 @@ class EngineTraits:
             `Problem`s. Empty: none.
         model_rules: `package.module:function` that refuses a model which its servers cannot serve, and imports no
             torch. It takes the arguments of `moe_trm.rollout.servers.model_rules.check_served`. Empty: none.
+        lowest_temperature: below it the engine samples at another temperature than it was given.
     """
 
     has_weights: bool = True
@@ -56,6 +57,7 @@ class EngineTraits:
     packages: tuple[str, ...] = ()
     rules: str = ""
     model_rules: str = ""
+    lowest_temperature: float = 0.0
 
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
@@ -69,6 +71,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             packages=("sglang==0.5.23",),
             rules="moe_trm.rollout.sglang.server_flags:refusals",
             model_rules="moe_trm.rollout.sglang.model_rules:check_model",
+            lowest_temperature=1e-6,  # below, it decodes greedily and reports temperature 1
         ),
         "vllm": EngineTraits(
             broadcast_receivers=1,
@@ -78,6 +81,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             scores_tokens=True,
             rules="moe_trm.rollout.vllm.rules:refusals",
             model_rules="moe_trm.rollout.vllm.model_rules:check_model",
+            lowest_temperature=1e-2,  # takes this in place of less
         ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }

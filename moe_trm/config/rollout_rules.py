@@ -20,10 +20,6 @@ MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
 
 
-LOWEST_TEMPERATURE = {"sglang": 1e-6, "vllm": 1e-2}
-"""Below it SGLang decodes greedily at temperature 1, and vLLM takes this in its place."""
-
-
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
@@ -118,7 +114,7 @@ def _rollout(rollout: RolloutConfig, keeps_masks: bool, record: RecordConfig, sy
             expected=f"at most {MASK_LIMIT}",
             fix="lower rollout.top_k or set sampling_mask.mode=off",
         )
-    if rollout.temperature < (bound := LOWEST_TEMPERATURE.get(rollout.engine, 0.0)):
+    if rollout.temperature < (bound := rollout.traits.lowest_temperature):
         yield Problem(
             "rollout.temperature",
             f"below {bound:g} {rollout.engine} samples at another temperature than it is asked for",

@@ -14,7 +14,7 @@ from moe_trm.observe.advice.verdict_types import Verdict, pick
 
 Seen = Mapping[str, float]
 
-SLOPE, CORRELATED = math.log(1.1), 0.98
+SLOPE, CORRELATED = math.log(1.2), 0.98
 """Log-odds of another temperature have a slope that differs from 1 by this factor, and are still so correlated. Noise
 that changes the slope as much correlates less."""
 

@@ -55,7 +55,7 @@ def test_every_replayed_pass_knows_what_its_routes_are_bound_to() -> None:
     sources = [behavior_source("R3", batch, 1), anchor_source("R3", batch), update_source("R3", batch, None)]
     for source in sources:
         assert isinstance(source, ReplayRecords)
-        assert replace(source, at_sampling=()) == ReplayRecords(batch.routes, batch.origins)
+        assert replace(source, at_sampling=(), prompts=()) == ReplayRecords(batch.routes, batch.origins)
     assert collate(MicroBatch(()), keep_mask=True).origins == (None,)
 
 

@@ -102,7 +102,8 @@ def test_a_step_of_equal_rewards_has_a_gradient() -> None:
             return 1.0
 
     def settings(scale: float) -> Config:
-        return CONFIG.model_copy(update={"advantage": AdvantageConfig(zero_variance_scale=scale)})
+        rollout = CONFIG.rollout.model_copy(update={"top_k": 3})  # the made-up sets are cut by it: their mass is free
+        return CONFIG.model_copy(update={"rollout": rollout, "advantage": AdvantageConfig(zero_variance_scale=scale)})
 
     async def go(config: Config) -> list[TrainBatch]:
         controller = RolloutController(config, FakeEngine(), AllRight(), SamplingParams())
