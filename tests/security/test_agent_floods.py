@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_refused_as_such() -> None:
 def test_malformed_requests_do_not_fill_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent_server, "MOST_TOLD", agent_server._http_log.filters[0].num_logged + 2)
+    monkeypatch.setattr(agent_server, "MAX_LOGGED", agent_server._http_log.filters[0].num_logged + 2)
 
     async def talk(served: Served) -> None:
         for _ in range(6):
