@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from launch.child import Child
 from launch.hosts import push_place
 from launch.rollout_process import RolloutProcess
 from launch.start.preflight import check_start, load_here, smallest_world
@@ -29,6 +28,7 @@ from moe_trm.run_folder.history import ALL_DONE, is_done, only_trainer
 from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
 from moe_trm.runtime.gloo import LOOPBACK
 from moe_trm.runtime.output import outliving_readers
+from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.runtime.private import remove_abandoned
 from moe_trm.runtime.python import run_module
 
@@ -89,7 +89,7 @@ def learner_environment(api_key: str | None) -> dict[str, str]:
 
 def under_torchrun(config_path: str, overrides: Sequence[str], ranks: int, environment: Mapping[str, str]) -> Learner:
     """The ranks as processes that torchrun starts."""
-    return Child(learner_command(config_path, overrides, ranks), environment)
+    return OwnedProcess(learner_command(config_path, overrides, ranks), environment)
 
 
 def run_job(

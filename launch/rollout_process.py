@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from launch.child import Child
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
+from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.runtime.python import run_module
 
 READY = b"rollout server ready"
@@ -36,21 +36,21 @@ class RolloutProcess:
 
     def __init__(self, config_path: str, overrides: Sequence[str], api_key: str) -> None:
         environment = {**os.environ, API_KEY_VARIABLE: api_key}
-        self._child = Child(rollout_command(config_path, overrides), environment, output=subprocess.PIPE)
-        os.set_blocking(self._child.output.fileno(), False)
+        self._process = OwnedProcess(rollout_command(config_path, overrides), environment, output=subprocess.PIPE)
+        os.set_blocking(self._process.output.fileno(), False)
         self._said = b""
 
     @property
     def ready(self) -> bool:
         """True once the server generates."""
         if READY not in self._said:
-            self._said += self._child.output.read() or b""
+            self._said += self._process.output.read() or b""
         return READY in self._said
 
     @property
     def failed(self) -> int | None:
         """Exit code of a job whose server ended before it was ready; None where it is ready, or still starts."""
-        status = self._child.poll()
+        status = self._process.poll()
         return None if status is None or self.ready else abs(status) or 1
 
     def __enter__(self) -> RolloutProcess:
@@ -59,6 +59,6 @@ class RolloutProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._child, suppress(subprocess.TimeoutExpired):
-            self._child.terminate()
-            self._child.wait(END_S)
+        with self._process, suppress(subprocess.TimeoutExpired):
+            self._process.terminate()
+            self._process.wait(END_S)

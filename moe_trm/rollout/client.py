@@ -28,7 +28,8 @@ from moe_trm.rollout.batch_table import batch_of
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import ENDS, ControllerReply, Request, Start, keep_alive
 from moe_trm.runtime import wire
-from moe_trm.runtime.lifeline import Lifeline, kill_marked, signal_group
+from moe_trm.runtime.lifeline import kill_marked, signal_group
+from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import Scratch, append_private
 from moe_trm.runtime.python import run_module
@@ -86,22 +87,21 @@ class ControllerProcess:
         name, value = self._mark.split("=")
         with append_private(log_path) as log:
             self._begins = log.tell()
-            self._process = subprocess.Popen(
+            # Ctrl-C and torchrun's signals to a rank's group are not for the controller: the rank ends it.
+            self._process = OwnedProcess(
                 run_module("moe_trm.rollout.service"),
                 # It reads its key below; the functions of the user's own that it starts, and code that those run, are
                 # not to find one.
-                env={**without_key(os.environ), name: value},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                # Ctrl-C and torchrun's signals to a rank's group are not for the controller: the rank ends it.
-                start_new_session=True,
+                {**without_key(os.environ), name: value},
+                input=subprocess.PIPE,
+                output=log,
+                errors=log,
+                grace_s=GRACE_S,
+                mark=self._mark,
             )
-        self._lifeline = Lifeline(self._process.pid, grace_s=GRACE_S, mark=self._mark)
-        assert self._process.stdin is not None
         start = Start(self._endpoint, self._key, config.model_dump(mode="json"), api_key, secret_key)
-        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-        self._process.stdin.close()
+        self._process.input.write(msgspec.json.encode(start) + b"\n")
+        self._process.input.close()
 
     def access(self, attempt: str, pushes: Scratch | None) -> Access:
         """Address and keys of this attempt's controller, and the folder of weight pushes."""
@@ -112,8 +112,7 @@ class ControllerProcess:
 
     def check(self) -> None:
         """Raise `ControllerError` with the end of its log when the process is gone."""
-        if self._process.poll() is not None:
-            status = self._process.returncode
+        if (status := self._process.poll()) is not None:
             tail = self._log_path.read_bytes()[self._begins :].decode(errors="replace").strip().splitlines()[-30:]
             raise ControllerError(
                 f"the rollout controller ended with exit code {status}"
@@ -133,7 +132,7 @@ class ControllerProcess:
             signal_group(self._process.pid, number)
         self._process.wait()
         kill_marked(self._mark)
-        self._lifeline.release()
+        self._process.release()
         self._folder.remove()
 
 

@@ -27,7 +27,8 @@ from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.servers.backend import Launch, Served, ServerBackend, backend_of
 from moe_trm.rollout.servers.placement import gpus_of, place, servers_here
 from moe_trm.rollout.servers.port import held_port
-from moe_trm.runtime.lifeline import Lifeline, members, signal_group
+from moe_trm.runtime.lifeline import members, signal_group
+from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.runtime.patience import patient
 from moe_trm.runtime.private import Scratch, append_private
 
@@ -60,9 +61,8 @@ class Server:
     url: str
     api_key: str
     log_path: Path
-    process: subprocess.Popen[bytes]
+    process: OwnedProcess
     log_pump: threading.Thread
-    lifeline: Lifeline
     backend: ServerBackend
     scratch: Scratch
     grace_s: float = 0.0
@@ -94,12 +94,12 @@ class Server:
             # Only the main process: workers that end on their own look like a crash to it, and it waits to write a
             # diagnosis.
             self.process.terminate()
-            _group_is_gone(self.process, grace_s)
+            self.process.group_ends_within(grace_s)
         if signal_group(self.process.pid, signal.SIGKILL):
-            _group_is_gone(self.process, KILL_PATIENCE_S)
+            self.process.group_ends_within(KILL_PATIENCE_S)
         self.process.wait()
         self.scratch.remove()
-        self.lifeline.release()
+        self.process.release()
         self.log_pump.join(timeout=KILL_PATIENCE_S)
 
     def adopt_mapped(self) -> None:
@@ -209,15 +209,7 @@ def _spawn(
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
         written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
-    process = subprocess.Popen(
-        launch.command,
-        env=launch.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=written,
-        stderr=written,
-        start_new_session=True,
-    )
-    lifeline = Lifeline(process.pid)
+    process = OwnedProcess(launch.command, launch.environment, input=subprocess.DEVNULL, output=written, errors=written)
     pump = threading.Thread(
         target=_pump,
         args=(process, source, written, log, api_key.encode()),
@@ -227,12 +219,10 @@ def _spawn(
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     url = f"http://{address}:{port}"
-    return Server(
-        url, api_key, log_path, process, pump, lifeline, backend, scratch, launch.grace_s, log_begin, launch.leaves
-    )
+    return Server(url, api_key, log_path, process, pump, backend, scratch, launch.grace_s, log_begin, launch.leaves)
 
 
-def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log: IO[bytes], secret: bytes) -> None:
+def _pump(process: OwnedProcess, source: FileIO, written: int, log: IO[bytes], secret: bytes) -> None:
     """Copy the server's output to `log` until it ends, without the key, which an engine may print.
 
     `source` is an unnamed file that only this user can read, `written` the descriptor by which the server writes it.
@@ -297,16 +287,6 @@ def _ended(status: int) -> str:
         return f"exit status {status}"
     name = signal.Signals(-status).name
     return f"ended by {name}" + (", by itself after an error or for want of memory" if name == "SIGKILL" else "")
-
-
-def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        leader.poll()
-        if not signal_group(leader.pid, 0):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 MOST_ERRORS = 3

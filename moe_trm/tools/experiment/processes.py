@@ -7,16 +7,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from launch.job import Signals
 from moe_trm.errors import RunError
 from moe_trm.run_folder.run import Run, read_run
-from moe_trm.runtime.lifeline import Lifeline
 from moe_trm.runtime.lock import held_alone
+from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.tools.experiment.code import code_version
 from moe_trm.tools.experiment.plan import ExperimentPlan, PlannedRun
 from moe_trm.tools.experiment.progress import RunState, State, States, log_of
@@ -26,56 +26,26 @@ POLL_S = 0.05
 LOCK = "experiment.lock"
 
 
-class StopSignal:
-    """The first SIGINT or SIGTERM starts no further run and is passed on; runs finish their step and save."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self._times = 0
-        self._announced = False
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        handlers = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-    def pass_on(self, running: Iterable[RunProcess]) -> None:
-        """As often as it came, also to a run that began meanwhile: the second signal ends a run at once.
-
-        It is told here: a handler that prints may meet a print that it interrupted.
-        """
-        if self.asked and not self._announced:
-            self._announced = True
-            print("asked to stop: no further run begins, and those that run save themselves", flush=True)
-        for process_entry in running:
-            while process_entry.num_signals < self._times:
-                process_entry.num_signals += 1
-                process_entry.process.send_signal(signal.SIGTERM)
-
-    def _heard(self, number: int, _frame: FrameType | None) -> None:
-        self.asked = number
-        self._times += 1
-
-
 @dataclass
 class RunProcess:
-    """A run's process. It is in a session of its own, and is killed when this process is gone."""
+    """A stage of a run, as a process."""
 
     run: PlannedRun
     stage: RunStage
     left: Sequence[RunStage]
-    process: subprocess.Popen[bytes]
-    lifeline: Lifeline
+    process: OwnedProcess
     log: Path
     begins: int
     """Bytes in the log before this attempt."""
     since: float
     num_signals: int = 0
     """Signals that were passed on."""
+
+    def pass_on(self, signals: Signals) -> None:
+        """As often as a signal came: after the first the run finishes its step and saves, the second ends it."""
+        while self.num_signals < signals.count:
+            self.num_signals += 1
+            self.process.send_signal(signal.SIGTERM)
 
     def text(self) -> str:
         return self.log.read_bytes()[self.begins :].decode(errors="replace")
@@ -110,24 +80,28 @@ def run_all(
 
     The reasons of earlier ends stay in the books. Returns the signal that asked to stop, 0 when no run is left.
     """
-    waiting = list(pending)
-    stop, started = StopSignal(), dict[str, RunProcess]()
-    with stop.listening():
-        while started or (waiting and not stop.asked):
-            while waiting and len(started) < jobs and not stop.asked:
+    waiting, started, announced = list(pending), dict[str, RunProcess](), False
+    with Signals() as signals:
+        signals.begin()
+        while started or (waiting and not signals.first):
+            while waiting and len(started) < jobs and not signals.first:
                 run = waiting.pop(0)
                 started[run.name] = _start(plan, run, states, made_of(plan, run))
                 say(f"{run.name}: {'goes on' if states.of(run).attempts > 1 else 'begins'} ({len(waiting)} wait)")
-            stop.pass_on(started.values())
+            if signals.first and not announced:
+                announced = True
+                say("asked to stop: no further run begins, and those that run save themselves")
+            for running in started.values():
+                running.pass_on(signals)
             for running in [ended for ended in started.values() if ended.process.poll() is not None]:
-                state = _end(plan, running, states, asked=bool(stop.asked))
+                state = _end(plan, running, states, asked=bool(signals.first))
                 if state.state == "running":
                     started[state.run] = _next(plan, running.run, states, running.left)
                     continue
                 del started[state.run]
                 say(f"{state.run}: {state.state}{f': {state.reason}' if state.reason else ''} ({state.seconds:.0f} s)")
             time.sleep(POLL_S)
-    return stop.asked
+    return signals.first
 
 
 def _start(plan: ExperimentPlan, run: PlannedRun, states: States, made_of: Sequence[RunStage]) -> RunProcess:
@@ -150,20 +124,14 @@ def _next(plan: ExperimentPlan, run: PlannedRun, states: States, pending: Sequen
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         begins = output.tell()
-        process = subprocess.Popen(
-            stage.command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env={**os.environ, **stage.environment},
-        )
-    return RunProcess(run, stage, later, process, Lifeline(process.pid), log, begins, time.monotonic())
+        environment = {**os.environ, **stage.environment}
+        process = OwnedProcess(stage.command, environment, input=subprocess.DEVNULL, output=output, errors=output)
+    return RunProcess(run, stage, later, process, log, begins, time.monotonic())
 
 
 def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, asked: bool) -> RunState:
     """The state after a process; it stays `running` where another stage follows."""
-    running.lifeline.release()
+    running.process.release()
     state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.wait()
     file, log = plan.file, running.text()
     if running.stage.result is None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from launch import job, rollout_process
-from launch.child import Child
 from launch.hosts import push_place
 from launch.job import Signals, wait_for, watch
 from launch.rollout_process import RolloutProcess
@@ -25,6 +24,7 @@ from moe_trm.rollout import access
 from moe_trm.run_folder import history
 from moe_trm.run_folder.run_end import LEARNER_LOCK, RunEnd, write_end
 from moe_trm.runtime.lock import held_alone
+from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.runtime.private import Scratch
 from tests.unit.launch.interrupted import assert_ends_with_one_line
 from tests.unit.processes import wait_until_dead
@@ -93,8 +93,8 @@ def begun() -> Iterator[Signals]:
         yield signals
 
 
-def child(code: str) -> Child:
-    return Child([sys.executable, "-I", "-S", "-c", code], {})
+def child(code: str) -> OwnedProcess:
+    return OwnedProcess([sys.executable, "-I", "-S", "-c", code], {})
 
 
 WAITS = "import time; time.sleep(600)"
@@ -127,7 +127,7 @@ def test_a_server_that_does_not_start_ends_the_learner(monkeypatch: pytest.Monke
 def test_a_learner_that_refuses_ends_the_start_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with begun() as signals, server(monkeypatch, WAITS) as started, child("raise SystemExit(2)") as learner:
         assert watch(learner, signals, started) == 2
-    assert started._child.poll() == -signal.SIGTERM
+    assert started._process.poll() == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -150,15 +150,16 @@ def test_a_server_that_is_ready_is_asked_to_end_after_the_learner(monkeypatch: p
             assert watch(learner, signals, started) == 0
         assert started.ready
         assert started.failed is None
-    assert started._child.poll() == 0
+    assert started._process.poll() == 0
 
 
 STOPPED = """
 import sys
-from launch.child import Child
+from moe_trm.runtime.owned_process import OwnedProcess
 from launch.job import Signals, watch
 from moe_trm.runtime.output import outliving_readers
-with outliving_readers(), Signals() as signals, Child([sys.executable, "-I", "-S", *sys.argv[1:]], {}) as learner:
+command = [sys.executable, "-I", "-S", *sys.argv[1:]]
+with outliving_readers(), Signals() as signals, OwnedProcess(command, {}) as learner:
     signals.begin()
     print("begun", flush=True)
     sys.exit(watch(learner, signals))
@@ -196,8 +197,8 @@ def test_a_run_whose_reader_is_gone_saves_all_the_same(tmp_path: Path, number: s
 
 def test_a_job_that_is_killed_takes_its_children_along(tmp_path: Path) -> None:
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    held = f"child = Child([sys.executable, '-c', {code!r}], {{}})"
-    program = f"import sys, time; from launch.child import Child; {held}; time.sleep(600)"
+    held = f"child = OwnedProcess([sys.executable, '-c', {code!r}], {{}})"
+    program = f"import sys, time; from moe_trm.runtime.owned_process import OwnedProcess; {held}; time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program]) as job:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert job.poll() is None

@@ -87,5 +87,5 @@ def test_an_error_of_its_rank_asks_it_before_it_is_killed(tmp_path: Path, config
     process = ControllerProcess(config, None, log)
     assert said(log, "the controller begins")
     process.wait(0.0)
-    assert process._process.returncode == 128 + signal.SIGTERM
+    assert process._process.poll() == 128 + signal.SIGTERM
     assert "the controller was asked to end" in log.read_text()

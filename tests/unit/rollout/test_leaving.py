@@ -63,7 +63,7 @@ def job(file: Path, tmp_path: Path) -> Iterator[Job]:  # noqa: F811
     for rank in ranks:
         rank._connection.close()
         rank._socket.close()
-    assert process._process.returncode == 128 + signal.SIGTERM, "its own rank has ended it"
+    assert process._process.poll() == 128 + signal.SIGTERM, "its own rank has ended it"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -287,21 +287,21 @@ STOPPED = """
 import sys, time
 from moe_trm import cli
 from moe_trm.tools.experiment import commands
-from moe_trm.tools.experiment.processes import StopSignal
+from launch.job import Signals
 def runs(*_, **__):
-    stop = StopSignal()
-    with stop.listening():
+    with Signals() as signals:
+        signals.begin()
         print("begun", flush=True)
-        while not stop.asked:
+        while not signals.first:
             time.sleep(0.01)
-        stop.pass_on(())
-    return 128 + stop.asked
+        print("asked to stop", flush=True)
+    return 128 + signals.first
 commands.run_experiment = runs
 sys.exit(cli.main(["experiment", "file.yaml"]))
 """
 
 
-def test_a_stop_is_passed_on_though_nobody_reads_the_output() -> None:
+def test_a_stop_is_answered_though_nobody_reads_the_output() -> None:
     with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == b"begun\n"
