@@ -243,7 +243,7 @@ def trained(
     rows = [TrainRow(record) for record in records]
     plan = plan_step(rows, seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=config.learner.micro_batch_rows)
     objective = Objective(config, masks=masks)
-    anchors = Anchors(config, "R3", whole=objective.whole, masks=masks)
+    anchors = Anchors(config, "R3", reads_minibatch=objective.reads_minibatch, masks=masks)
     [part] = anchors.score(learner, TrainBatch(1, tuple(plan[0]), {}, versions=(0,)))
     part = replace(part, batches=[_valued(batch) for batch in part.batches])
     learner.update(part.batches, part.sources, objective.bind(part, learner, first=True), kept_mass=not part.scores)

@@ -62,9 +62,9 @@ class Stop:
 
     def _listen(self) -> None:
         while True:
-            heard = signal.sigwaitinfo(ASKED)
-            self.number = self.number or heard.si_signo
-            if heard.si_pid == os.getppid():
+            info = signal.sigwaitinfo(ASKED)
+            self.number = self.number or info.si_signo
+            if info.si_pid == os.getppid():
                 self._passed_on += 1
             else:
                 self._direct += 1
@@ -113,7 +113,7 @@ def run_with_restarts(num_ranks: int, program: Sequence[str], max_restarts: int,
         failed = launch(num_ranks, program, restarts)
         if stop.number or not failed:
             break
-        code, why = told(failed)
+        code, why = first_failure(failed)
         print(why, file=sys.stderr)
         if code == REFUSED or restarts == max_restarts:
             return code, why
@@ -156,7 +156,7 @@ def launch_config(num_ranks: int, file: Path) -> LaunchConfig:
     )
 
 
-def told(failed: Mapping[int, ProcessFailure]) -> tuple[int, str]:
+def first_failure(failed: Mapping[int, ProcessFailure]) -> tuple[int, str]:
     """Exit code of a failed group, and which rank ended first, and how. A refusal on any is why the others failed."""
     in_order = sorted(failed, key=lambda rank: failed[rank].timestamp)
     first = next((rank for rank in in_order if failed[rank].exitcode == REFUSED), in_order[0])

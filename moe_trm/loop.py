@@ -66,12 +66,12 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks, masks), Probe(config, run_dir, mode), Phases(sinks)
     settings = flatten(config.dump()) | {"pipeline.max_staleness": config.pipeline.staleness_limit}
     judge = Judge(config.rollout.rounds_weights, settings)
-    scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
+    scores = ScoreRecorder(config, learner.data_rank, learner.data_size, is_data_leader=learner.is_data_leader)
     reference, average = Reference(config, learner), ProximalAverage.of(config.pipeline)
     anchors = Anchors(
         config,
         mode,
-        whole=objective.whole,
+        reads_minibatch=objective.reads_minibatch,
         watches=objective.watches_routers,
         first=checkpoints.first_step,
         average=average,
@@ -117,17 +117,19 @@ def train(
                     continue
                 with phases.time("score"):
                     score_all = config.exact or probe.anchors_all(batch)
-                    scored = anchors.score(learner, batch, moved=bool(updates), every=score_all)
+                    scored = anchors.score(learner, batch, moved=bool(updates), score_all=score_all)
                     if config.exact:
                         replayed += exact.proved(scored, learner.replay_report())
-                    anchored = reference.add_logprobs(learner, scored)
-                    penalties = reference.kl_penalties(anchored)
-                    anchored = advantages.add_advantages(learner, anchored, batch.compared, penalties)
-                    anchored = reference.subtract_kl_from_advantages(anchored)
+                    minibatches = reference.add_logprobs(learner, scored)
+                    penalties = reference.kl_penalties(minibatches)
+                    minibatches = advantages.add_advantages(learner, minibatches, batch.compared, penalties)
+                    minibatches = reference.subtract_kl_from_advantages(minibatches)
                 with phases.time("probe"):
                     replayed += learner.replay_report() if probe.due(step) else ReplayReport()
-                    probed |= probe.run(step, learner, anchored)
-                lr_scale, guarded = guard.scale(learner, anchored, batch.metrics.get("response/length_mean", math.nan))
+                    probed |= probe.run(step, learner, minibatches)
+                lr_scale, guarded = guard.scale(
+                    learner, minibatches, batch.metrics.get("response/length_mean", math.nan)
+                )
                 with phases.time("update"):
                     begins = not updates
                     updates += [
@@ -139,7 +141,7 @@ def train(
                             kept_mass=masks is not None and not part.scores,
                             lr_scale=lr_scale,
                         )
-                        for index, part in enumerate(anchored * config.learner.epochs)
+                        for index, part in enumerate(minibatches * config.learner.epochs)
                     ]
             if arrivals.undone:
                 checkpoints.end_undone(step - 1, learner, partial(capture, resumable))

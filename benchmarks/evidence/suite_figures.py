@@ -183,7 +183,7 @@ def arm_table(arms: Sequence[Arm], suite: Suite) -> Table:
     """Means over seeds with their intervals."""
     figures = (*suite.compared, *suite.beside)
     rows = tuple(
-        (arm.name, arm.told, *(_told(list(values(arm, figure, suite.late).values())) for figure in figures))
+        (arm.name, arm.runs_in_words, *(_told(list(values(arm, figure, suite.late).values())) for figure in figures))
         for arm in arms
     )
     note = f"Means over seeds with 95% intervals. What is no evaluation is the mean from step {suite.late} on."
@@ -192,7 +192,10 @@ def arm_table(arms: Sequence[Arm], suite: Suite) -> Table:
 
 def difference_table(found: Sequence[Comparison]) -> Table:
     """Paired differences, and what may be said."""
-    rows = tuple((_name(each), each.measure.words, str(len(each.pairs)), each.told, each.certainty) for each in found)
+    rows = tuple(
+        (_name(each), each.measure.words, str(len(each.pairs)), each.difference_in_words, each.certainty)
+        for each in found
+    )
     note = "Between runs of the same seed. Nothing is corrected for the number of comparisons."
     return Table("Paired differences", note, ("arms", "in", "pairs", "difference", "may be said"), rows)
 

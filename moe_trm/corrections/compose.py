@@ -45,8 +45,8 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
         mask, dtype = evidence.mask, evidence.ratios.dtype
         decisions = [bound.decide(evidence) for bound in rules]
         metrics = {key: value for decision in decisions for key, value in decision.metrics.items()}
-        rows = _of_rows([one for one in decisions if isinstance(one, RowDecision)], mask)
-        tokens = [one for one in decisions if not isinstance(one, RowDecision)]
+        rows = _of_rows([decision for decision in decisions if isinstance(decision, RowDecision)], mask)
+        tokens = [decision for decision in decisions if not isinstance(decision, RowDecision)]
         result = rows.spread(mask, dtype)
         for part in tokens:
             result = replace(result, weights=result.weights * part.weights, keep=result.keep & part.keep)

@@ -86,13 +86,13 @@ class LearnerBase:
         training: Training,
         data: DataGroup,
         *,
-        leads: bool = True,
+        is_data_leader: bool = True,
         model_moe_layer_ids: tuple[int, ...] | None = None,
         noise: LayerNoise | None = None,
         repeats_passes: bool = True,
     ) -> None:
         self.repeats_passes = repeats_passes
-        self.data_rank, self.data_size, self.leads = data.rank, data.size, leads
+        self.data_rank, self.data_size, self.is_data_leader = data.rank, data.size, is_data_leader
         self.device = data.device
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
         self.model_moe_layer_ids = self.moe_layer_ids if model_moe_layer_ids is None else model_moe_layer_ids

@@ -89,7 +89,7 @@ class Learner(Resumable, Protocol):
     """The same of the whole model, on whatever ranks they are."""
     device: torch.device
     """The scored positions, and the values to compare scores with."""
-    leads: bool
+    is_data_leader: bool
     """True on the first of the ranks that hold the same rows (shards, slices and stages of one model)."""
     repeats_passes: bool
     """True where passes over the same rows, with the same weights and routes, give the same bits (`adds_in_order`)."""

@@ -69,13 +69,13 @@ class ProgressLines(Sink):
         for label in (label for label in labels if label not in self._explained):
             print(f"        {label}: {MEANINGS[label]}", file=self._stream, flush=True)
         self._explained.update(labels)
-        parts = [f"{label} {told(metrics[key], form)}" for key, label, form in self._FIELDS if key in metrics]
+        parts = [f"{label} {formatted(metrics[key], form)}" for key, label, form in self._FIELDS if key in metrics]
         print(f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(parts), file=self._stream, flush=True)
         verdict = self._verdicts.of(metrics)
         if verdict:
             print(f"        {verdict}", file=self._stream, flush=True)
 
 
-def told(value: float | str, form: str) -> str:
+def formatted(value: float | str, form: str) -> str:
     """A figure in its format; words as they are."""
     return value if isinstance(value, str) else form.format(value)

@@ -65,7 +65,7 @@ class ScoredBatch(RowFields):
 
 @dataclass(frozen=True)
 class ScoredUpdate:
-    """One optimizer step: micro-batches, denominators of the minibatch, and the rest of `step.passes.Anchored`."""
+    """One optimizer step: micro-batches, denominators of its minibatch, the rest of `step.passes.AnchoredMinibatch`."""
 
     batches: tuple[ScoredBatch, ...]
     num_sequences: int

@@ -17,7 +17,7 @@ def greedy_params(params: SamplingParams) -> SamplingParams:
 
 
 @dataclass
-class _Asked:
+class _Request:
     """The greedy answer of one group, and how many of its samples have not taken it yet."""
 
     answer: asyncio.Task[RolloutRecord]
@@ -34,7 +34,7 @@ class GreedyBaseline:
 
     def __init__(self, sampler: Sampler, params: SamplingParams, group_size: int) -> None:
         self._sampler, self._params, self._group_size = sampler, greedy_params(params), group_size
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _Request] = {}
         self._running: set[asyncio.Task[RolloutRecord]] = set()
         self._answers, self._rejected, self._tokens = 0, 0, 0
 
@@ -83,16 +83,16 @@ class GreedyBaseline:
         await self._sampler.close()
 
     def _answer_of(self, prompt: Prompt, group_id: int) -> asyncio.Task[RolloutRecord]:
-        asked = self._asked.get(group_id)
-        if asked is None:
-            asked = _Asked(asyncio.ensure_future(self._greedy(prompt)), self._group_size)
-            self._running.add(asked.answer)
-            asked.answer.add_done_callback(self._running.discard)
-            self._asked[group_id] = asked
-        asked.waiting -= 1
-        if not asked.waiting:
-            del self._asked[group_id]
-        return asked.answer
+        request = self._requests.get(group_id)
+        if request is None:
+            request = _Request(asyncio.ensure_future(self._greedy(prompt)), self._group_size)
+            self._running.add(request.answer)
+            request.answer.add_done_callback(self._running.discard)
+            self._requests[group_id] = request
+        request.waiting -= 1
+        if not request.waiting:
+            del self._requests[group_id]
+        return request.answer
 
     async def _greedy(self, prompt: Prompt) -> RolloutRecord:
         self._answers += 1

@@ -23,7 +23,7 @@ from moe_trm.batch.filters import is_overlong
 from moe_trm.config.schema import AdvantageConfig, BatchConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.methods.advantages import ADVANTAGES
-from moe_trm.step.passes import Anchored, log_sequence_ratios, log_token_ratios
+from moe_trm.step.passes import AnchoredMinibatch, log_sequence_ratios, log_token_ratios
 from moe_trm.types import RewardedSample, RolloutRecord, TokenBatch
 
 OfRow = Callable[[RolloutRecord], Array]
@@ -44,10 +44,10 @@ class Advantages:
     def add_advantages(
         self,
         learner: Learner,
-        parts: Sequence[Anchored],
+        parts: Sequence[AnchoredMinibatch],
         compared: Sequence[Sequence[RewardedSample]],
         penalties: Sequence[float] | None = None,
-    ) -> list[Anchored]:
+    ) -> list[AnchoredMinibatch]:
         """The minibatches `parts` of this rank with their advantages. Collective.
 
         `compared`: `TrainBatch.compared` of their step. `penalties`: what the reward of each of this rank's rows is
@@ -68,7 +68,7 @@ class Advantages:
     def of_rows(
         self,
         learner: Learner,
-        parts: Sequence[Anchored],
+        parts: Sequence[AnchoredMinibatch],
         compared: Sequence[Sequence[RewardedSample]],
         penalties: Sequence[float] | None = None,
     ) -> list[Array]:
@@ -88,7 +88,7 @@ class Advantages:
         ]
 
     def _estimator(
-        self, gathered: _Gathered, parts: Sequence[Anchored], penalties: Sequence[float] | None
+        self, gathered: _Gathered, parts: Sequence[AnchoredMinibatch], penalties: Sequence[float] | None
     ) -> Callable[[Sequence[RewardedSample]], OfRow]:
         """The estimator, which compares samples; what it reads of tokens is gathered here."""
         if self._entry.level == "turn":
@@ -183,7 +183,7 @@ def placed(batch: TokenBatch, of_rows: Sequence[Array]) -> TokenBatch:
     return replace(batch, advantages=torch.zeros_like(batch.advantages).masked_scatter(batch.mask, values))
 
 
-def own_records(parts: Sequence[Anchored]) -> list[RolloutRecord]:
+def own_records(parts: Sequence[AnchoredMinibatch]) -> list[RolloutRecord]:
     """This rank's records of the step, in the order of its micro-batches."""
     return [row.record for part in parts for micro in part.mini.micro_batches for row in micro.rows]
 

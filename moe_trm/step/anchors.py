@@ -13,7 +13,7 @@ With `pipeline.proximal=average` the proximal pass is under an average of the we
 (`step.proximal_average`). Then it is never the behaviour pass, not even at age 0: lag is the distance of the average
 from the weights that sampled, and may have either sign in time.
 
-Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same
+Where a minibatch is the first of its step and all its tokens have age 0, the forward of its update is that pass: same
 weights, same routes, same micro-batches. It is not made twice, but where the probe asks for it
 (`Probe.anchors_all`). Then `update/first_nonzero_fraction` shows that the two are equal, where the learner's passes
 repeat their bits.
@@ -39,7 +39,7 @@ from moe_trm.step.cadence import Cadence
 from moe_trm.step.labels import Labels
 from moe_trm.step.mask_judge import MaskJudge
 from moe_trm.step.passes import (
-    Anchored,
+    AnchoredMinibatch,
     anchor_source,
     behavior_source,
     judged_before,
@@ -62,7 +62,7 @@ class Anchors:
 
     Args:
         mode: whose routes the passes use.
-        whole: whether rules or loss look at a whole minibatch before its update, and so need its anchors before.
+        reads_minibatch: rules or loss look at a complete minibatch before its update, and so need its anchors before.
         watches: whether updates are told how far the routers have moved since the anchors.
         first: version of the weights that the run began with.
         average: the proximal policy, where it is not the learner at the step's start.
@@ -76,7 +76,7 @@ class Anchors:
         config: Config,
         mode: ReplayMode,
         *,
-        whole: bool,
+        reads_minibatch: bool,
         watches: bool = False,
         first: int = 0,
         average: ProximalAverage | None = None,
@@ -87,7 +87,7 @@ class Anchors:
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
         self._reuse = mode != "R2" and not (
-            whole
+            reads_minibatch
             or watches
             or scores_every_minibatch(config.record, config.learner, config.optimizer, config.kl, config.advantage)
         )
@@ -101,11 +101,13 @@ class Anchors:
         self.labels = Labels()
         self._streams, self._start = config.pipeline.stream and config.learner.minibatches > 1, START
 
-    def score(self, learner: Learner, batch: TrainBatch, *, moved: bool = False, every: bool = False) -> list[Anchored]:
+    def score(
+        self, learner: Learner, batch: TrainBatch, *, moved: bool = False, score_all: bool = False
+    ) -> list[AnchoredMinibatch]:
         """The minibatches of a step or of a part of it, with anchors, in exactly the micro-batches of the updates.
 
         `moved`: an earlier part of the step was trained already. The anchors of this one are those of the step's start
-        all the same. `every`: every minibatch has a pass, the first one too. Collective.
+        all the same. `score_all`: every minibatch has a pass, the first one too. Collective.
         """
         if not moved:
             self._begin(learner, batch.step - 1)
@@ -121,14 +123,14 @@ class Anchors:
             return self._averaged(learner, batch, padded, start_snapshot)
         if self._recovery in WITHOUT_ANCHOR_PASS:
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
-            return self._anchored(batch, padded, proximal)
-        skipped = int(not (moved or every) and self._own_forward_suffices(batch))
-        passed = iter(self._pass(learner, padded[skipped:], batch.step - 1, weights=start_snapshot))
-        proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
-        anchored = self._anchored(batch, padded, proximal)
+            return self._with_anchors(batch, padded, proximal)
+        skipped = int(not (moved or score_all) and self._first_forward_suffices(batch))
+        scores = iter(self._pass(learner, padded[skipped:], batch.step - 1, weights=start_snapshot))
+        proximal = [[next(scores) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
+        minibatches = self._with_anchors(batch, padded, proximal)
         if self._recovery == "snapshot":
-            return self._with_behavior(learner, batch, anchored, [score for part in proximal for score in part])
-        return anchored
+            return self._with_behavior(learner, batch, minibatches, [score for part in proximal for score in part])
+        return minibatches
 
     def state(self) -> list[int]:
         """Versions whose weights are in the learner's saved state."""
@@ -140,17 +142,17 @@ class Anchors:
 
     def _averaged(
         self, learner: Learner, batch: TrainBatch, padded: Sequence[list[TokenBatch]], start: str | None
-    ) -> list[Anchored]:
+    ) -> list[AnchoredMinibatch]:
         """Anchors under the average, and the behaviour log-probs beside them where they are known apart."""
         scores = self._pass(learner, padded, None, weights=proximal_average.NAME)
-        passed = iter(scores)
-        anchored = self._anchored(batch, padded, [[next(passed) for _ in part] for part in padded])
+        remaining = iter(scores)
+        minibatches = self._with_anchors(batch, padded, [[next(remaining) for _ in part] for part in padded])
         if self._recovery == "merged":
-            return anchored
+            return minibatches
         # Where nothing was sampled by the learner's own weights, no token keeps what it begins with.
         version = batch.step - 1
         start_scores = self._pass(learner, padded, version, weights=start) if version in batch.versions else scores
-        return self._with_behavior(learner, batch, anchored, start_scores)
+        return self._with_behavior(learner, batch, minibatches, start_scores)
 
     def _pass(
         self,
@@ -193,18 +195,18 @@ class Anchors:
                 self._masks.observe(item, scored, version)
         return scores
 
-    def _anchored(
+    def _with_anchors(
         self, batch: TrainBatch, padded: Sequence[list[TokenBatch]], proximal: Sequence[list[Scores]]
-    ) -> list[Anchored]:
-        anchored = []
+    ) -> list[AnchoredMinibatch]:
+        minibatches = []
         for mini, part, scores in zip(batch.mini_batches, padded, proximal, strict=True):
             kept = [(score.recorded, score.router) for score in scores] or [(None, None)] * len(part)
             sources = [
                 watching(update_source(self._mode, item, source, self._judged(item, batch.step - 1, scores)), router)
                 for item, (source, router) in zip(part, kept, strict=True)
             ]
-            anchored.append(
-                Anchored(
+            minibatches.append(
+                AnchoredMinibatch(
                     mini,
                     part,
                     scores,
@@ -214,7 +216,7 @@ class Anchors:
                     averaged=self._average is not None,
                 )
             )
-        return anchored
+        return minibatches
 
     def _judged(self, item: TokenBatch, version: int, scores: Sequence[Scores]) -> tuple[bool | None, ...]:
         """Rows that the update passes judge: all where their own forward is the first pass, else none."""
@@ -223,13 +225,17 @@ class Anchors:
         return () if self._recovery in WITHOUT_ANCHOR_PASS else judged_before(item)
 
     def _with_behavior(
-        self, learner: Learner, batch: TrainBatch, anchored: Sequence[Anchored], start_scores: Sequence[Scores]
-    ) -> list[Anchored]:
+        self,
+        learner: Learner,
+        batch: TrainBatch,
+        minibatches: Sequence[AnchoredMinibatch],
+        start_scores: Sequence[Scores],
+    ) -> list[AnchoredMinibatch]:
         """The minibatches with `[B, R]` log-probs of each micro-batch under the weights that sampled each token.
 
         `start_scores`: scores at the learner's weights. Every rank makes the same passes.
         """
-        flat = [item for part in anchored for item in part.batches]
+        flat = [item for part in minibatches for item in part.batches]
         logprobs = [scores.logprobs for scores in start_scores]
         by_version = {batch.step - 1: logprobs}
         for old in [number for number in batch.versions if number != batch.step - 1]:
@@ -242,19 +248,19 @@ class Anchors:
                     expected=f"one of {[*self._kept]}",
                     fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged or bypass.",
                 )
-            passed = self._judged_pass(learner, flat, sources, old, snapshot_name(old))
-            by_version[old] = [scores.logprobs for scores in passed]
+            old_scores = self._judged_pass(learner, flat, sources, old, snapshot_name(old))
+            by_version[old] = [scores.logprobs for scores in old_scores]
             logprobs = [
                 torch.where(item.versions == old, scores.logprobs, start_scores)
-                for item, scores, start_scores in zip(flat, passed, logprobs, strict=True)
+                for item, scores, start_scores in zip(flat, old_scores, logprobs, strict=True)
             ]
         # Under an average no pass need have the weights of the step's start.
         if len(by_version) > 1 and self._average is None:
             self.labels.observe(flat, by_version, batch.step - 1)
         remaining = iter(logprobs)
-        return [part.with_behavior([next(remaining) for _ in part.batches]) for part in anchored]
+        return [part.with_behavior([next(remaining) for _ in part.batches]) for part in minibatches]
 
-    def _own_forward_suffices(self, batch: TrainBatch) -> bool:
+    def _first_forward_suffices(self, batch: TrainBatch) -> bool:
         return self._reuse and batch.versions == (batch.step - 1,) and self._recovery == "same"
 
     def _begin(self, learner: Learner, version: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import TokenBatch
 from routing.record.sources import ReplayReport
 
@@ -36,7 +36,7 @@ class InexactError(MoeTrmError):
         return InexactError(self._got, self.token_ids, cause)
 
 
-def proved(parts: Sequence[Anchored], report: ReplayReport) -> ReplayReport:
+def proved(parts: Sequence[AnchoredMinibatch], report: ReplayReport) -> ReplayReport:
     """The report of the passes that scored these minibatches, once both are proved.
 
     Raises `InexactError` at the first token whose log-prob under the weights that sampled is not the rollout's, or

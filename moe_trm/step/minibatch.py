@@ -19,7 +19,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs
 from moe_trm.methods.row_fields import BY_ROW, GATHERED, RowFields
 from moe_trm.ratios import LogRatios
-from moe_trm.step.passes import Anchored, decomposed
+from moe_trm.step.passes import AnchoredMinibatch, decomposed
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class WholeMinibatch:
         return empty.masked_scatter(mask, values[places][self.mask[places]])
 
 
-def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner) -> WholeMinibatch:
+def gather_minibatch(part: AnchoredMinibatch, current: Sequence[Scores], learner: Learner) -> WholeMinibatch:
     """Collect the minibatch of which `part` is this rank's share. Collective.
 
     Args:

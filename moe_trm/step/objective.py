@@ -28,7 +28,7 @@ from moe_trm.ratios import LogRatios
 from moe_trm.step.decision import Decision
 from moe_trm.step.mask_judge import MaskJudge
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.recipe import Recipe, recipe
 from moe_trm.step.thresholds import Thresholds
 
@@ -80,9 +80,9 @@ class Objective:
             self._adapted = dict(adapted["parameters"])
 
     @property
-    def whole(self) -> bool:
+    def reads_minibatch(self) -> bool:
         """True when rules or loss look at the whole minibatch before its update."""
-        return self._recipe.whole_rules or self._recipe.whole_loss or bool(self._recipe.uncalibrated)
+        return self._recipe.rules_read_minibatch or self._recipe.loss_reads_minibatch or bool(self._recipe.uncalibrated)
 
     @property
     def measuring(self) -> bool:
@@ -99,7 +99,7 @@ class Objective:
         """True when updates have to know how far the routers have moved since the anchors."""
         return "routers" in self._recipe.loss.loss.needs
 
-    def bind(self, part: Anchored, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
+    def bind(self, part: AnchoredMinibatch, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
         """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
 
         `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous
@@ -244,7 +244,7 @@ class WholeJudge:
             moments = summable.moments("correction/weight", correction.weights, minibatch.mask)
             correction = replace(correction, metrics={**correction.metrics, **moments})
         self._correction = correction
-        self._whole_loss = self._differentiated() if recipe.whole_loss else None
+        self._minibatch_loss = self._differentiated() if recipe.loss_reads_minibatch else None
 
     def __call__(self, index: int, evidence: Evidence, current: Tensor) -> tuple[Correction, TokenLoss]:
         minibatch, correction, mask = self._whole, self._correction, evidence.mask
@@ -253,8 +253,8 @@ class WholeJudge:
             weights=minibatch.part(index, correction.weights, mask),
             keep=minibatch.part(index, correction.keep, mask),
         )
-        if self._whole_loss is not None:
-            loss, slope = self._whole_loss
+        if self._minibatch_loss is not None:
+            loss, slope = self._minibatch_loss
             moved = torch.where(local.keep, current - current.detach(), 0.0)
             values = minibatch.part(index, loss.values, mask) + minibatch.part(index, slope, mask) * moved
             return local, replace(loss, values=values)
@@ -273,13 +273,15 @@ class WholeJudge:
         return TokenLoss(loss.values.detach(), metrics), slope
 
 
-def _judge(recipe: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:
+def _judge(
+    recipe: Recipe, part: AnchoredMinibatch, learner: Learner, *, first: bool, seed: int
+) -> PartialJudge | WholeJudge:
     """Judge of this minibatch: by parts, or as a whole at the weights of this update.
 
     The whole is gathered at the anchors' scores where nothing has moved since; otherwise after one more pass without
     gradient.
     """
-    if not (recipe.whole_rules or recipe.whole_loss):
+    if not (recipe.rules_read_minibatch or recipe.loss_reads_minibatch):
         return PartialJudge(recipe, (seed, part.version))
     moved = not (first and part.scored) if recipe.moves else part.averaged
     current = learner.score(part.batches, part.sources) if moved else part.scores

@@ -26,7 +26,7 @@ from routing.record.sources import Native, Record, Recorded, ReplayRecorded, Rou
 
 
 @dataclass(frozen=True)
-class Anchored:
+class AnchoredMinibatch:
     """One minibatch with its anchors: padded micro-batches, their proximal scores, and whose routes the updates use.
 
     `scores` is empty where the first update's own forward is the anchor. `recovery` says what is known of the weights
@@ -51,7 +51,7 @@ class Anchored:
         """True when `scores` come from a pass at the learner's weights."""
         return bool(self.scores) and self.recovery not in WITHOUT_ANCHOR_PASS and not self.averaged
 
-    def with_behavior(self, behavior: Sequence[Tensor]) -> Anchored:
+    def with_behavior(self, behavior: Sequence[Tensor]) -> AnchoredMinibatch:
         """The same with log-probs under the weights that sampled."""
         return replace(self, behavior=behavior)
 
@@ -74,12 +74,12 @@ class Anchored:
         )
 
 
-def log_sequence_ratios(parts: Sequence[Anchored]) -> list[float]:
+def log_sequence_ratios(parts: Sequence[AnchoredMinibatch]) -> list[float]:
     """Log of the ratio of each of this rank's rows, policy at the step's start over rollout: sum over its tokens."""
     return [float(row_ratios.sum()) for row_ratios in log_token_ratios(parts)]
 
 
-def log_token_ratios(parts: Sequence[Anchored]) -> list[Tensor]:
+def log_token_ratios(parts: Sequence[AnchoredMinibatch]) -> list[Tensor]:
     """`[S]` float64 log-ratios of the scored tokens of each of this rank's rows, policy at the step's start over
     rollout.
     """

@@ -13,7 +13,7 @@ import torch
 from moe_trm.config.schema import OptimizerConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.off_policy import ess_lr_scale, ess_ratio, surge_lr
-from moe_trm.step.passes import Anchored, log_sequence_ratios
+from moe_trm.step.passes import AnchoredMinibatch, log_sequence_ratios
 
 
 class RateGuard:
@@ -41,7 +41,7 @@ class RateGuard:
         )
 
     def scale(
-        self, learner: Learner, anchored: Sequence[Anchored], length_mean: float
+        self, learner: Learner, minibatches: Sequence[AnchoredMinibatch], length_mean: float
     ) -> tuple[float, dict[str, float]]:
         """The factor of the step with these minibatches and this mean length of answers, and its metrics.
 
@@ -50,7 +50,7 @@ class RateGuard:
         metrics: dict[str, float] = {}
         factor = self._surge(length_mean)
         if self._settings.ess_scale != "off":
-            ratio = float(ess_ratio(sequence_weights(learner, anchored)))
+            ratio = float(ess_ratio(sequence_weights(learner, minibatches)))
             metrics["optimizer/eff_sample_size"] = ratio
             factor *= ess_lr_scale(ratio, form=self._settings.ess_scale)
         if self._settings.ess_scale != "off" or self._settings.surge_limit is not None:
@@ -70,10 +70,10 @@ class RateGuard:
         return self._surge_factor
 
 
-def sequence_weights(learner: Learner, anchored: Sequence[Anchored]) -> torch.Tensor:
+def sequence_weights(learner: Learner, minibatches: Sequence[AnchoredMinibatch]) -> torch.Tensor:
     """Ratio of each row of the step, policy at its start over rollout, `[N]` of all ranks, divided by the largest.
 
     Collective.
     """
-    log_weights = learner.gather(torch.tensor(log_sequence_ratios(anchored), dtype=torch.float64))
+    log_weights = learner.gather(torch.tensor(log_sequence_ratios(minibatches), dtype=torch.float64))
     return (log_weights - log_weights.max()).exp()

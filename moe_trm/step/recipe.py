@@ -80,19 +80,19 @@ class Recipe:
     acts: bool = True
 
     @property
-    def whole_rules(self) -> bool:
+    def rules_read_minibatch(self) -> bool:
         """True when corrections need the whole minibatch at once."""
         return self.batch_normalize != "off" or any(bound.rule.scope == "batch" for bound in self.rules)
 
     @property
-    def whole_loss(self) -> bool:
+    def loss_reads_minibatch(self) -> bool:
         """True when the loss needs the whole minibatch at once."""
         return self.loss.loss.scope == "batch"
 
     @property
     def moves(self) -> bool:
         """True when what is computed over the whole minibatch changes with the weights in training."""
-        return self.whole_loss or any(bound.ratio not in FROM_ANCHORS for bound in self.rules)
+        return self.loss_reads_minibatch or any(bound.ratio not in FROM_ANCHORS for bound in self.rules)
 
 
 def recipe(config: Config) -> Recipe:

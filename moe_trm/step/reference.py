@@ -16,7 +16,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.recipe import recipe
 from moe_trm.types import TokenBatch
 from routing.record.sources import Native
@@ -54,24 +54,26 @@ class Reference:
         """Go on after `state`."""
         self._controller = replace(self._controller, beta=state["coef"])
 
-    def add_logprobs(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
+    def add_logprobs(self, learner: Learner, minibatches: Sequence[AnchoredMinibatch]) -> list[AnchoredMinibatch]:
         """The minibatches of a step with the reference's log-probs, scored under its own routes or by the teacher."""
         if not self._requested:
-            return list(anchored)
-        flat = [batch for part in anchored for batch in part.batches]
+            return list(minibatches)
+        flat = [batch for part in minibatches for batch in part.batches]
         if not self._config.kl.teacher:
             scores = learner.score(flat, [Native()] * len(flat), weights=NAME)
-            flat = [replace(batch, reference_logprobs=one.logprobs) for batch, one in zip(flat, scores, strict=True)]
-        known = iter([_checked(batch) for batch in flat])
+            flat = [
+                replace(batch, reference_logprobs=score.logprobs) for batch, score in zip(flat, scores, strict=True)
+            ]
+        checked = iter([_checked(batch) for batch in flat])
         coef = self.coef if self._config.kl.where == "loss" else 0.0
-        return [replace(part, batches=[next(known) for _ in part.batches], kl_coef=coef) for part in anchored]
+        return [replace(part, batches=[next(checked) for _ in part.batches], kl_coef=coef) for part in minibatches]
 
-    def subtract_kl_from_advantages(self, anchored: Sequence[Anchored]) -> list[Anchored]:
+    def subtract_kl_from_advantages(self, minibatches: Sequence[AnchoredMinibatch]) -> list[AnchoredMinibatch]:
         """These minibatches with A_t - coef kl_t in the place of A_t on every sampled token, where the configuration
         says `kl.where=advantage`. With k1 it has the gradient of the KL of each token, by the score function.
         """
         if not self._config.kl.before_updates or self._config.kl.where == "reward":
-            return list(anchored)
+            return list(minibatches)
         return [
             replace(
                 part,
@@ -80,7 +82,7 @@ class Reference:
                     for batch, kl in zip(part.batches, self._kls(part), strict=True)
                 ],
             )
-            for part in anchored
+            for part in minibatches
         ]
 
     def adapt(self, measured: Mapping[str, float], num_samples: int) -> dict[str, float]:
@@ -94,7 +96,7 @@ class Reference:
         self._controller = self._controller.next(measured["reference/k3_kl"], num_samples)
         return {"kl/coef": used}
 
-    def kl_penalties(self, anchored: Sequence[Anchored]) -> list[float] | None:
+    def kl_penalties(self, minibatches: Sequence[AnchoredMinibatch]) -> list[float] | None:
         """coef sum_t kl_it, by which the reward of each row of these scored minibatches is lowered; None: by nothing.
 
         In the order of the micro-batches.
@@ -103,13 +105,13 @@ class Reference:
             return None
         return [
             self.coef * kl
-            for part in anchored
+            for part in minibatches
             for micro, kls in zip(part.mini.micro_batches, self._kls(part), strict=True)
             # An empty micro-batch has one row of padding.
             for _, kl in zip(micro.rows, kls.sum(dim=1).tolist(), strict=False)
         ]
 
-    def _kls(self, part: Anchored) -> list[Tensor]:
+    def _kls(self, part: AnchoredMinibatch) -> list[Tensor]:
         """`[B, R]` KL of the sampled tokens of each micro-batch at the step's start, nats; 0 elsewhere."""
         return [
             kl_estimate(self._config.kl.estimator, score.logprobs, batch.reference_logprobs, batch.mask)

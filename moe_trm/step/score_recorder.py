@@ -13,7 +13,7 @@ from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.methods.row_fields import shared
 from moe_trm.recording.scores import CONFIG_FILE, SCORES_FILE, ScoredBatch, ScoredUpdate, write_scores
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import TokenBatch
 
 Objective = Callable[[int, Scores], Tensor]
@@ -23,21 +23,21 @@ class ScoreRecorder:
     """Listens to the updates of a run and writes what they saw, step by step, with the configuration beside it.
 
     `record.bundle` is the folder; without one nothing is recorded. `data_rank` of `data_size` ranks that hold different
-    rows; `leads`: this rank writes for those that hold the same rows.
+    rows; `is_data_leader`: this rank writes for those that hold the same rows.
     """
 
-    def __init__(self, config: Config, data_rank: int, data_size: int, *, leads: bool = True) -> None:
+    def __init__(self, config: Config, data_rank: int, data_size: int, *, is_data_leader: bool = True) -> None:
         # The format has log-probs of the sampled weights and of the start of the step, none of an averaged policy.
-        is_recorded = config.record.bundle and leads and config.pipeline.scores_fit
+        is_recorded = config.record.bundle and is_data_leader and config.pipeline.scores_fit
         self._folder = Path(config.record.bundle) if is_recorded and config.record.bundle else None
         self._rank, self._size = data_rank, data_size
-        self._updates: list[tuple[Anchored, dict[int, Scores]]] = []
+        self._updates: list[tuple[AnchoredMinibatch, dict[int, Scores]]] = []
         self._has_header = False
         if self._folder and data_rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / CONFIG_FILE).write_text(json.dumps(config.dump(), indent=2) + "\n", encoding="utf-8")
 
-    def watch(self, part: Anchored, objective: Objective) -> Objective:
+    def watch(self, part: AnchoredMinibatch, objective: Objective) -> Objective:
         """`objective`, whose calls are remembered as the next update of this step."""
         if self._folder is None:
             return objective
@@ -83,7 +83,7 @@ def _sample_tokens(batch: TokenBatch) -> Tensor:
     return batch.mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
 
 
-def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
+def _scored(part: AnchoredMinibatch, seen: dict[int, Scores]) -> ScoredUpdate:
     batches = []
     several = any(batch.sample_tokens is not None for batch in part.batches)
     for index, (micro, batch) in enumerate(zip(part.mini.micro_batches, part.batches, strict=True)):

@@ -147,52 +147,52 @@ class IndexerReplay:
 
     def _choose(self, running: RunningPass, layer: int, _indexer: nn.Module, _args: Any, live: Tensor) -> Tensor | None:
         opened, recompute = running.current()
-        asked: IndexerPass = opened.indexer
-        if asked.records:
-            return asked.kept[layer] if recompute else asked.kept.setdefault(layer, live.detach())
-        if not asked.replays:
+        indexer_pass: IndexerPass = opened.indexer
+        if indexer_pass.records:
+            return indexer_pass.kept[layer] if recompute else indexer_pass.kept.setdefault(layer, live.detach())
+        if not indexer_pass.replays:
             return None
-        target = asked.kept[layer] if asked.kept else placed(asked, layer, live, self.top_k)
+        target = indexer_pass.kept[layer] if indexer_pass.kept else placed(indexer_pass, layer, live, self.top_k)
         if not recompute:
-            self._count(asked, layer, live, target)
+            self._count(indexer_pass, layer, live, target)
         return target
 
     @torch.no_grad()
-    def _count(self, asked: IndexerPass, layer: int, live: Tensor, target: Tensor) -> None:
+    def _count(self, indexer_pass: IndexerPass, layer: int, live: Tensor, target: Tensor) -> None:
         chosen_BRC = torch.zeros(*live.shape[:2], live.shape[1], dtype=torch.bool, device=live.device)
         chosen_BRC.scatter_(-1, live.long(), True)
         lost_N = (~chosen_BRC.gather(-1, target.long())).sum(-1, dtype=torch.int32).flatten()
-        has_set_N = torch.from_numpy(asked.chance_N > 0).to(live.device)
+        has_set_N = torch.from_numpy(indexer_pass.chance_N > 0).to(live.device)
         lost_N = lost_N * has_set_N
-        asked.lost_N += lost_N
+        indexer_pass.lost_N += lost_N
         counted = self._counters[layer]
         counted[proof.SETS] += has_set_N.sum()
         counted[proof.FLIPPED] += (lost_N > 0).sum()
         counted[proof.LOST] += lost_N.sum()
-        counted[proof.CHANCE] += round(float(asked.chance_N.sum()) * proof.UNIT)
+        counted[proof.CHANCE] += round(float(indexer_pass.chance_N.sum()) * proof.UNIT)
 
     @torch.no_grad()
     def _prove(self, running: RunningPass, layer: int, sees_BRC: Tensor) -> None:
         opened, recompute = running.current()
-        asked: IndexerPass = opened.indexer
+        indexer_pass: IndexerPass = opened.indexer
         if not recompute:
-            asked.proved[layer] += 1
-        if not asked.replays:
+            indexer_pass.proved[layer] += 1
+        if not indexer_pass.replays:
             return
-        due_BR = asked.due_BR.to(sees_BRC.device)
-        expected_BRC = second_cut(asked, self.source_of[layer], sees_BRC.shape, self.top_k).to(sees_BRC.device)
+        due_BR = indexer_pass.due_BR.to(sees_BRC.device)
+        expected_BRC = second_cut(indexer_pass, self.source_of[layer], sees_BRC.shape, self.top_k).to(sees_BRC.device)
         self._counters[layer, proof.DUE] += due_BR.sum()
         self._counters[layer, proof.MATCHED] += ((sees_BRC == expected_BRC).all(-1) & due_BR).sum()
 
 
-def placed(asked: IndexerPass, layer: int, live: Tensor, top_k: int) -> Tensor:
+def placed(indexer_pass: IndexerPass, layer: int, live: Tensor, top_k: int) -> Tensor:
     """`[B, R, K]` recorded positions of `layer` at their tokens; elsewhere `live`'s.
 
     A token that sees no more than K gets the first K columns of its sequence, of which causality leaves it all that it
     may see.
     """
     target = live.clone()
-    for sets, (row, first, length) in zip(asked.sets, asked.spans, strict=True):
+    for sets, (row, first, length) in zip(indexer_pass.sets, indexer_pass.spans, strict=True):
         if sets is None:
             continue
         columns = target.shape[-1]
@@ -205,15 +205,15 @@ def placed(asked: IndexerPass, layer: int, live: Tensor, top_k: int) -> Tensor:
     return target
 
 
-def second_cut(asked: IndexerPass, layer: int, shape: Sequence[int], top_k: int) -> Tensor:
+def second_cut(indexer_pass: IndexerPass, layer: int, shape: Sequence[int], top_k: int) -> Tensor:
     """`[B, R, C]` bool: what each due token must see, by plain index arithmetic on the record of `layer`."""
     expected = np.zeros(tuple(shape), bool)
-    if asked.kept:
-        np.put_along_axis(expected, asked.kept[layer].cpu().numpy().astype(np.int64), True, axis=-1)
-        for row, first, _ in asked.spans:
+    if indexer_pass.kept:
+        np.put_along_axis(expected, indexer_pass.kept[layer].cpu().numpy().astype(np.int64), True, axis=-1)
+        for row, first, _ in indexer_pass.spans:
             expected[row, :, :first] = False
         return torch.from_numpy(np.tril(expected))
-    for sets, (row, first, length) in zip(asked.sets, asked.spans, strict=True):
+    for sets, (row, first, length) in zip(indexer_pass.sets, indexer_pass.spans, strict=True):
         if sets is None:
             continue
         num_first = min(top_k, length)

@@ -35,15 +35,15 @@ class GateProof:
     def __init__(self, layers: Sequence[int], num_layers: int, device: torch.device) -> None:
         self._unanswered = set(layers)
         self._nothing = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
-        self._told = False
+        self._is_counted = False
         """True when anything was counted since the last `take`."""
         self._wrong = torch.zeros(num_layers, dtype=torch.int64, device=device)
-        self._asked, self._answered = (torch.zeros(num_layers, dtype=torch.bool, device=device) for _ in range(2))
+        self._requested, self._answered = (torch.zeros(num_layers, dtype=torch.bool, device=device) for _ in range(2))
 
     @torch.no_grad()
     def compare(self, layer: int, weights: Tensor, formula: Tensor, due_N: Tensor) -> None:
         """Count the tokens `due_N` `[N]` whose weights `[N, K]` differ from `formula`."""
-        self._told = True
+        self._is_counted = True
         close = torch.isclose(weights.float(), formula.float(), rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
         self._wrong[layer] += (~close & due_N).sum()
 
@@ -54,10 +54,10 @@ class GateProof:
     def asks(self, layer: int, weights: Tensor) -> None:
         """Remember whether a gradient arrives at the gate weights that the experts get."""
         if weights.requires_grad:
-            weights.register_hook(partial(self._note, self._asked, layer))  # type: ignore[no-untyped-call]
+            weights.register_hook(partial(self._note, self._requested, layer))  # type: ignore[no-untyped-call]
         else:
             # Nothing below can get a gradient.
-            self._asked[layer] = self._told = True
+            self._requested[layer] = self._is_counted = True
 
     def answered(self, layer: int, gradient: Tensor) -> None:
         """A gradient hook of the router of `layer`: of its weight, or of its logits."""
@@ -69,18 +69,18 @@ class GateProof:
 
         Reset by the call.
         """
-        if not self._told:
+        if not self._is_counted:
             return self._nothing
-        self._told = False
-        counts = torch.stack((self._wrong, (self._asked & ~self._answered).long()), dim=1)
-        if self._unanswered and bool(self._asked.any()):
+        self._is_counted = False
+        counts = torch.stack((self._wrong, (self._requested & ~self._answered).long()), dim=1)
+        if self._unanswered and bool(self._requested.any()):
             self._unanswered -= set(self._answered.nonzero().flatten().tolist())
         self._wrong.zero_()
-        self._asked.zero_()
+        self._requested.zero_()
         return counts
 
     def _note(self, flags: Tensor, layer: int, gradient: Tensor) -> None:
-        self._told = True
+        self._is_counted = True
         flags[layer] |= gradient.detach().ne(0).any()
 
 

@@ -39,8 +39,8 @@ def over_ranks(
     if group is None or group.size() == 1:
         return sums, summed(flips)
     num_layers = flips.due.shape[1]
-    heard = _exchanged(_written(sums, flips), group, device)
-    counters, all_flips = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)
+    tables = _exchanged(_written(sums, flips), group, device)
+    counters, all_flips = zip(*(_read(words, sums.numel(), num_layers) for words in tables), strict=True)
     total = torch.from_numpy(np.sum(counters, axis=0)).view(sums.shape)
     return total, summed(
         SampleFlips(
@@ -103,18 +103,18 @@ def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarr
 
 def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:
     """The words of every rank. Each begins with their number."""
-    heard = _gathered(words_W[:ROOM], ROOM, group, device)
-    longest = int(heard[:, 0].max())
+    gathered = _gathered(words_W[:ROOM], ROOM, group, device)
+    longest = int(gathered[:, 0].max())
     if longest > ROOM:
         # Every rank has read the same numbers, so every rank comes here.
-        heard = np.concatenate([heard, _gathered(words_W[ROOM:], longest - ROOM, group, device)], axis=1)
-    return [words[: words[0]] for words in heard]
+        gathered = np.concatenate([gathered, _gathered(words_W[ROOM:], longest - ROOM, group, device)], axis=1)
+    return [words[: words[0]] for words in gathered]
 
 
 def _gathered(words: np.ndarray, room: int, group: ProcessGroup, device: torch.device) -> np.ndarray:
     """`[G, room]`, zeros behind the words of each rank."""
     padded = torch.zeros(room, dtype=torch.int64)
     padded[: len(words)] = torch.from_numpy(words)
-    heard = torch.empty(group.size(), room, dtype=torch.int64, device=device)
-    group.allgather([list(heard.unbind())], [padded.to(device)]).wait()
-    return heard.cpu().numpy()
+    gathered = torch.empty(group.size(), room, dtype=torch.int64, device=device)
+    group.allgather([list(gathered.unbind())], [padded.to(device)]).wait()
+    return gathered.cpu().numpy()

@@ -44,7 +44,7 @@ OF_A_STEP = (
     "TrainRow",
     "TrainBatch",
     "BatchTable",
-    "Anchored",
+    "AnchoredMinibatch",
     "Evidence",
     "Transcript",
     "Future",

@@ -14,7 +14,7 @@ from moe_trm.batch.train_rows import train_rows
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.advantages import Advantages, own_records, placed
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
 from routing.record.sources import Native
 from tests.unit.doubles import StandInLearner
@@ -32,10 +32,12 @@ def valued(rows: Sequence[TrainRow], *of_rows: float, keep_mask: bool = False) -
     return placed(batch, [np.full(row.record.num_scored, own) for row, own in zip(rows, values, strict=True)])
 
 
-def at_the_rollout(mini: MiniBatch) -> Anchored:
+def at_the_rollout(mini: MiniBatch) -> AnchoredMinibatch:
     """A minibatch whose policy at the step's start is the rollout's."""
     batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
-    return Anchored(mini, batches, [Scores(batch.rollout_logprobs) for batch in batches], [Native()] * len(batches))
+    return AnchoredMinibatch(
+        mini, batches, [Scores(batch.rollout_logprobs) for batch in batches], [Native()] * len(batches)
+    )
 
 
 def of_step(shares: Sequence[TrainBatch], config: Config) -> dict[int, Array]:

@@ -32,7 +32,7 @@ class StandInLearner(Learner):
     moe_layer_ids: tuple[int, ...] = ()
     model_moe_layer_ids: tuple[int, ...] = ()
     device: torch.device = torch.device("cpu")
-    leads: bool = True
+    is_data_leader: bool = True
     repeats_passes: bool = True
 
     def score(

@@ -69,7 +69,7 @@ class MegatronLearner(LearnerBase):
             Snapshots(chunks, computes_in=computes_in, trained_only=frozen_base),
             training,
             DataGroup(parallel_state.get_data_parallel_group(), device),
-            leads=parts.leads,
+            is_data_leader=parts.is_data_leader,
             model_moe_layer_ids=all_moe_layer_ids(chunks[0].config) if replayer is not None else (),
             noise=noise,
             repeats_passes=replayer is None or adds_in_order(device, int(chunks[0].config.moe_router_topk)),

@@ -32,7 +32,7 @@ class Parts:
     multiple of `columns`. `packed`: micro-batches are forwarded as packs of their tokens, not as padded rows.
 
     Attributes:
-        leads: whether this rank speaks for its rows: the first of the ranks that share them.
+        is_data_leader: whether this rank speaks for its rows: the first of the ranks that share them.
         on_last_stage: whether this rank computes scores.
     """
 
@@ -41,7 +41,7 @@ class Parts:
         self._packs: dict[PackedLayout, PackedLayout] = {}
         self._slices = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
-        self.leads = all(group.rank() == 0 for group in (*self._slices, self._stages))
+        self.is_data_leader = all(group.rank() == 0 for group in (*self._slices, self._stages))
         self.on_last_stage = self._stages.rank() == self._stages.size() - 1
 
     def padded(self, batch: TokenBatch) -> TokenBatch:

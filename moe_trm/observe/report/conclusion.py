@@ -84,11 +84,12 @@ class Difference:
         """The difference, and what may be concluded from it."""
         return (
             f"{self.when}, {self.measure.words}: {short(self.first_value)} in {self.first.label}, "
-            f"{short(self.other_value)} in {self.other.label}: a difference of {self.told}. {self.certainty}"
+            f"{short(self.other_value)} in {self.other.label}: a difference of {self.difference_in_words}. "
+            f"{self.certainty}"
         )
 
     @property
-    def told(self) -> str:
+    def difference_in_words(self) -> str:
         """The difference with its sign, and its interval."""
         sign = "+" if self.delta >= 0 else "-"
         reach = f" (95% interval {short(self.interval[0])} to {short(self.interval[1])})" if self.interval else ""

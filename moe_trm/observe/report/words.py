@@ -138,7 +138,8 @@ def concluded(runs: Sequence[Run]) -> str:
         by_arm = {difference.other.label: difference for difference in all_differences if difference.measure is measure}
         first = next(iter(by_arm.values()))
         cells = [
-            f"<td>{short(by_arm[arm.label].other_value)}<br>{escape(by_arm[arm.label].told)}</td>" for arm in arms[1:]
+            f"<td>{short(by_arm[arm.label].other_value)}<br>{escape(by_arm[arm.label].difference_in_words)}</td>"
+            for arm in arms[1:]
         ]
         name = f"{escape(measure.words)}<br>{escape(first.when.lower())}"
         rows.append(f"<tr><th scope=row>{name}</th><td>{short(first.first_value)}</td>{''.join(cells)}</tr>")

@@ -53,14 +53,14 @@ def check_results(messages: Sequence[Message]) -> None:
         ids.update(call.get("id") for call in message.get("tool_calls", ()))
 
 
-def alike(one: Message, other: Message) -> bool:
+def alike(first: Message, second: Message) -> bool:
     """True for two messages that say the same, whatever reasoning and whatever ids of tool calls they have."""
-    return _essence(one) == _essence(other)
+    return _essence(first) == _essence(second)
 
 
-def same_reasoning(one: Message, other: Message) -> bool:
+def same_reasoning(first: Message, second: Message) -> bool:
     """True for two messages with the same reasoning, or none."""
-    return one.get("reasoning_content") == other.get("reasoning_content")
+    return first.get("reasoning_content") == second.get("reasoning_content")
 
 
 def reads_as(answer: Message, message: Message) -> bool:

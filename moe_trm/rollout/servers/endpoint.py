@@ -24,7 +24,7 @@ class Endpoint:
     def __init__(self, http: EngineHttp) -> None:
         self.http = http
         self._asking: set[asyncio.Task[Any]] = set()
-        self._heard = 0.0
+        self._answered_s = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -34,7 +34,7 @@ class Endpoint:
     @property
     def silent_s(self) -> float:
         """Seconds since a sample was last answered, or the first one asked for; 0 while none is in flight."""
-        return _now() - self._heard if self._asking else 0.0
+        return _clock() - self._answered_s if self._asking else 0.0
 
     async def ask(self, post: Post[T]) -> T:
         """The value that `post` returns.
@@ -43,7 +43,7 @@ class Endpoint:
         """
         task = asyncio.ensure_future(post(self.http))
         if not self._asking:
-            self._heard = _now()
+            self._answered_s = _clock()
         self._asking.add(task)
         try:
             answer = await asyncio.shield(task)
@@ -55,7 +55,7 @@ class Endpoint:
             raise EngineLost("the rollout server was lost while it sampled", where=self.http.url) from None
         finally:
             self._asking.discard(task)
-        self._heard = _now()
+        self._answered_s = _clock()
         return answer
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -76,5 +76,5 @@ class Endpoint:
         await self.http.close()
 
 
-def _now() -> float:
+def _clock() -> float:
     return asyncio.get_running_loop().time()

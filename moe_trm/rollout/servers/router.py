@@ -46,7 +46,7 @@ class Router:
     @property
     def lost_s(self) -> float:
         """Seconds for which it has not been there, or has not obeyed."""
-        return 0.0 if self._lost_at is None else _now() - self._lost_at
+        return 0.0 if self._lost_at is None else _clock() - self._lost_at
 
     async def started(self, limit_s: float) -> None:
         """Return when it answers; it may be on its way for `limit_s`. Raises `EngineLost`."""
@@ -73,12 +73,12 @@ class Router:
         async with self._one_at_a_time:
             if urls == self._reported_urls:
                 return
-            self._lost_at = _now() if self._lost_at is None else self._lost_at
+            self._lost_at = _clock() if self._lost_at is None else self._lost_at
             await self._tell(urls, every)
             self._reported_urls, self._lost_at = urls, None
 
     async def _tell(self, urls: frozenset[str], every: bool) -> None:
-        deadline = _now() + patient(ORDER_S)
+        deadline = _clock() + patient(ORDER_S)
         while True:
             listed = await self._listed()
             able = {url for url, worker in listed.items() if _takes_samples(worker)}
@@ -88,7 +88,7 @@ class Router:
                 await self._order("POST", "/workers", {"url": url, "api_key": self._api_key})
             if able == urls or (able and able <= urls and not every):
                 return
-            if _now() > deadline:
+            if _clock() > deadline:
                 raise EngineLost(
                     "the router does not choose among the servers that it was given",
                     where=self._http.url,
@@ -127,5 +127,5 @@ def _takes_samples(worker: dict[str, Any]) -> bool:
     return bool(worker["is_healthy"]) and worker.get("status", "ready") == "ready"
 
 
-def _now() -> float:
+def _clock() -> float:
     return asyncio.get_running_loop().time()

@@ -124,7 +124,7 @@ class Watchdog:
     def _look(self, well: float) -> tuple[str | None, bool]:
         """The fault to act on, if there is one, and whether all is well."""
         started_s, activity_before = time.monotonic(), self._activity()
-        if self._speaks():
+        if self._answers():
             self._spoke = True
             if self._server.answers(self._server.backend.health_path, patient(HEALTH_S)):
                 return None, True
@@ -139,7 +139,7 @@ class Watchdog:
         stuck_s = time.monotonic() - well
         return (f"generated nothing for {stuck_s:.0f} s" if stuck_s > self._settings.hang_timeout_s else None), False
 
-    def _speaks(self) -> bool:
+    def _answers(self) -> bool:
         """True when the server's process answers in time."""
         until = time.monotonic() + self._settings.silence_timeout_s
         while (remaining_s := until - time.monotonic()) > 0 and not self._death():

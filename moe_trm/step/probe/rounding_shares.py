@@ -77,7 +77,7 @@ def rounding_shares(
     spread = dict.fromkeys(columns, "tokens")
     columns["tokens"] = torch.ones(len(rollout_N), dtype=torch.float64)
     sums = {name: values.sum() for name, values in columns.items()}
-    total = learner.reduce(sums if rows.whole else sums | products(columns, _rows_of(batches), spread))
+    total = learner.reduce(sums if rows.is_complete else sums | products(columns, _rows_of(batches), spread))
     errors = standard_errors(total, spread, rows)
     return {f"probe/{share}_k3_kl": total[share] / total["tokens"] for share in spread} | {
         f"probe/{share}_k3_kl_se": error for share, error in errors.items()

@@ -24,7 +24,7 @@ from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
-from moe_trm.step.passes import Anchored, anchor_source, judged_before
+from moe_trm.step.passes import AnchoredMinibatch, anchor_source, judged_before
 from moe_trm.step.probe.flip_causes import flip_causes, flips_of
 from moe_trm.step.probe.load_balance import load_balance
 from moe_trm.step.probe.rounding_shares import rounding_shares, roundings
@@ -114,7 +114,7 @@ class Probe:
             self.due(batch.step) and self._mode == "R3" and self._choice.num_minibatches(minis) == len(minis)
         )
 
-    def run(self, step: int, learner: Learner, anchored: Sequence[Anchored]) -> dict[str, float]:
+    def run(self, step: int, learner: Learner, minibatches: Sequence[AnchoredMinibatch]) -> dict[str, float]:
         """Probe metrics of this step, reduced over ranks; empty on steps without a probe.
 
         What the probe itself replays is proved here, and counted apart from what training replays. Raises
@@ -122,7 +122,7 @@ class Probe:
         """
         if not self.due(step):
             return {}
-        rows = self._choice.rows(learner, anchored, step)
+        rows = self._choice.rows(learner, minibatches, step)
         batches = rows.batches
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = self._by_rollout_routes(learner, rows)
@@ -130,7 +130,7 @@ class Probe:
         tokens = _join(
             [_compare(learner, *item) for item in zip(batches, rows.records, native, replayed, flips, strict=True)]
         )
-        if self._config.probe.save and learner.leads:
+        if self._config.probe.save and learner.is_data_leader:
             self._save(step, learner.data_rank, tokens)
         summary = summarize(learner, tokens, rows)
         if batches[0].kept_ids is not None:
@@ -140,16 +140,16 @@ class Probe:
             summary |= rounding_shares(learner, batches, replayed, self._roundings, rows)
         older = {
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
-            for version in _older(learner, anchored[0], batches)
+            for version in _older(learner, minibatches[0], batches)
         }
-        everything = [batch for part in anchored for batch in part.batches]
+        everything = [batch for part in minibatches for batch in part.batches]
         summary |= load_balance(learner, everything) | flip_causes(learner, batches, native, older, flips)
         return summary | _replayed(learner.replay_report())
 
     def _by_rollout_routes(self, learner: Learner, rows: ProbeRows) -> Sequence[Scores]:
         """Scores with the rollout's routes in the probe's micro-batches."""
-        if self._mode == "R3" and rows.anchored and all(part.scored for part in rows.anchored):
-            return [scores for part in rows.anchored for scores in part.scores]
+        if self._mode == "R3" and rows.minibatches and all(part.scored for part in rows.minibatches):
+            return [scores for part in rows.minibatches for scores in part.scores]
         # Under R3 the passes of training have judged these rows.
         sources = [
             anchor_source("R3", batch, judged_before(batch) if self._mode == "R3" else ()) for batch in rows.batches
@@ -170,7 +170,7 @@ def _replayed(report: ReplayReport) -> dict[str, float]:
     return {"probe/applied_fraction": applied, "probe/local_flip_rate": flips, **moved}
 
 
-def _older(learner: Learner, part: Anchored, batches: Sequence[TokenBatch]) -> list[int]:
+def _older(learner: Learner, part: AnchoredMinibatch, batches: Sequence[TokenBatch]) -> list[int]:
     """Older versions that sampled tokens of these rows, on any rank, and whose weights are held. Collective."""
     if part.recovery != "snapshot":
         return []
@@ -210,7 +210,7 @@ def summarize(learner: Learner, tokens: ProbeTokens, rows: ProbeRows) -> dict[st
     columns = _columns(tokens, len(learner.model_moe_layer_ids))
     sums = {name: values.sum() for name, values in columns.items()}
     sums["rows"] = torch.tensor(float(sum(map(len, rows.records))))
-    spread = {} if rows.whole else products(columns, tokens.sample_id, SPREAD)
+    spread = {} if rows.is_complete else products(columns, tokens.sample_id, SPREAD)
     total = learner.reduce(sums | spread)
     errors = standard_errors(total, SPREAD, rows)
     return {

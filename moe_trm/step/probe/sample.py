@@ -34,7 +34,7 @@ from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner
 from moe_trm.learner.scoring import FED, on_device
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 
 LEAST_ROWS = 32
@@ -50,20 +50,20 @@ class ProbeRows:
     Attributes:
         batches: its micro-batches, as many on every rank.
         records: the rows of each.
-        anchored: the minibatches that these are, in the micro-batches of the anchors; none of drawn rows.
+        minibatches: the minibatches that these are, in the micro-batches of the anchors; none of drawn rows.
         num_rows, total_rows: n and N.
         token_fraction: scored tokens of the sample, divided by the step's.
     """
 
     batches: Sequence[TokenBatch]
     records: Sequence[Sequence[RolloutRecord]]
-    anchored: Sequence[Anchored]
+    minibatches: Sequence[AnchoredMinibatch]
     num_rows: int
     total_rows: int
     token_fraction: float
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True when all rows of the step are looked at."""
         return self.num_rows == self.total_rows
 
@@ -103,13 +103,13 @@ class ProbeChoice:
             samples += minis[-count].num_sequences
         return count if tokens <= enough_tokens * (2 if self._replayed else 1) else 0
 
-    def rows(self, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
-        """The rows of the probe of `step`, of this rank's `anchored` rows. Collective."""
-        number = self.num_minibatches([part.mini for part in anchored])
-        return _last(anchored, number) if number else self._drawn(learner, anchored, step)
+    def rows(self, learner: Learner, minibatches: Sequence[AnchoredMinibatch], step: int) -> ProbeRows:
+        """The rows of the probe of `step`, of this rank's `minibatches` rows. Collective."""
+        number = self.num_minibatches([part.mini for part in minibatches])
+        return _last(minibatches, number) if number else self._drawn(learner, minibatches, step)
 
-    def _drawn(self, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
-        micros = [micro for part in anchored for micro in part.mini.micro_batches]
+    def _drawn(self, learner: Learner, minibatches: Sequence[AnchoredMinibatch], step: int) -> ProbeRows:
+        micros = [micro for part in minibatches for micro in part.mini.micro_batches]
         rows = [row for micro in micros for row in micro.rows]
         local_rows = torch.tensor([(row.record.row_id, _scored(row)) for row in rows], dtype=torch.int64)
         ids_N, tokens_N = learner.gather(local_rows.flatten()).cpu().view(-1, 2).numpy().T
@@ -117,7 +117,7 @@ class ProbeChoice:
         ids_N, tokens_N = ids_N[order], tokens_N[order]
         number = rows_needed(tokens_N, self._config.probe.tokens)
         if number == len(ids_N):
-            return _last(anchored, len(anchored))
+            return _last(minibatches, len(minibatches))
         places = draw(tokens_N, number, (self._config.seed, step, STREAM))
         drawn_ids = set(ids_N[places].tolist())
         packed = self._micro_batches(learner, [row for row in rows if row.record.row_id in drawn_ids])
@@ -144,9 +144,9 @@ class ProbeChoice:
         return [*local, *[MicroBatch(())] * (most - len(local))]
 
 
-def _last(anchored: Sequence[Anchored], number: int) -> ProbeRows:
-    last_parts = anchored[-number:]
-    minis = [part.mini for part in anchored]
+def _last(minibatches: Sequence[AnchoredMinibatch], number: int) -> ProbeRows:
+    last_parts = minibatches[-number:]
+    minis = [part.mini for part in minibatches]
     rows, tokens = ([getattr(mini, name) for mini in minis] for name in ("num_sequences", "num_tokens"))
     return ProbeRows(
         [batch for part in last_parts for batch in part.batches],
@@ -183,7 +183,7 @@ def standard_errors(sums: Mapping[str, float], names: Mapping[str, str], rows: P
     `sums` are of the sample, and of the products of row sums as `products` names them. Empty where all rows were looked
     at. A ratio whose bottom is 0 is left out.
     """
-    if rows.whole or rows.num_rows < 2:
+    if rows.is_complete or rows.num_rows < 2:
         return {}
     n = rows.num_rows
     factor = (1 - n / rows.total_rows) * n / (n - 1)

@@ -51,10 +51,10 @@ def described(checkpoint: str, folder: Path) -> str | None:
     is here, or its name is not known.
     """
     name = re.sub(r"[.-]", "_", Path(checkpoint).name.lower())
-    known = [each for each in (*published(), *STARTS) if name.startswith(each)]
-    if Path(checkpoint).exists() or not known:
+    prefixes = [prefix for prefix in (*published(), *STARTS) if name.startswith(prefix)]
+    if Path(checkpoint).exists() or not prefixes:
         return None
-    release = folder / max(known, key=len)
+    release = folder / max(prefixes, key=len)
     release.mkdir()
     if family := STARTS.get(release.name):
         config = tiny_family(family).config

@@ -37,7 +37,7 @@ class Arm:
         return tuple(state for state in self.states if state.state == "failed")
 
     @property
-    def told(self) -> str:
+    def runs_in_words(self) -> str:
         """Number of runs that its figures are of."""
         unfinished = len(self.states) - len(self.runs) - len(self.failed)
         parts = [f"{len(self.runs)} of {len(self.states)} runs finished"]

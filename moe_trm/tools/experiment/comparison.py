@@ -83,7 +83,7 @@ class Comparison:
         return f"higher in {higher}: the interval leaves 0 out{remark}"
 
     @property
-    def told(self) -> str:
+    def difference_in_words(self) -> str:
         """The difference with its sign and its interval."""
         difference = self.difference
         reach = (
@@ -98,7 +98,7 @@ class Comparison:
         first, second_mean = self.means
         return (
             f"{self.when}, {self.measure.words}: {short(first)} in {self.first.name}, {short(second_mean)} in "
-            f"{self.other.name}; paired difference {self.told} over {len(self.pairs)} "
+            f"{self.other.name}; paired difference {self.difference_in_words} over {len(self.pairs)} "
             f"seed{'s' if len(self.pairs) != 1 else ''}: {self.certainty}."
         )
 

@@ -63,7 +63,7 @@ def summary(plan: ExperimentPlan, arms: Sequence[Arm]) -> list[str]:
     sentences = conclusions(arms, file.against, file.primary_metric)
     if len(file.seeds) < LEAST_PAIRS:
         sentences.append(f"With fewer than {LEAST_PAIRS} seeds no claim is possible, whatever the figures are.")
-    return [*sentences, *(f"{arm.name}: {arm.told}." for arm in arms)]
+    return [*sentences, *(f"{arm.name}: {arm.runs_in_words}." for arm in arms)]
 
 
 def markdown(plan: ExperimentPlan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:

@@ -32,7 +32,7 @@ class RunProcess:
 
     run: PlannedRun
     stage: RunStage
-    left: Sequence[RunStage]
+    later_stages: Sequence[RunStage]
     process: OwnedProcess
     log: Path
     begins: int
@@ -94,9 +94,9 @@ def run_all(
             for running in started.values():
                 running.pass_on(signals)
             for running in [ended for ended in started.values() if ended.process.poll() is not None]:
-                state = _end(plan, running, states, asked=bool(signals.first))
+                state = _end(plan, running, states, stopping=bool(signals.first))
                 if state.state == "running":
-                    started[state.run] = _next(plan, running.run, states, running.left)
+                    started[state.run] = _next(plan, running.run, states, running.later_stages)
                     continue
                 del started[state.run]
                 say(f"{state.run}: {state.state}{f': {state.reason}' if state.reason else ''} ({state.seconds:.0f} s)")
@@ -129,7 +129,7 @@ def _next(plan: ExperimentPlan, run: PlannedRun, states: States, pending: Sequen
     return RunProcess(run, stage, later, process, log, begins, time.monotonic())
 
 
-def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, asked: bool) -> RunState:
+def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, stopping: bool) -> RunState:
     """The state after a process; it stays `running` where another stage follows."""
     running.process.release()
     state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.wait()
@@ -139,8 +139,10 @@ def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, asked: bo
         state.trained = outcome[0] == "finished"
     else:
         outcome = ending_of_evaluation(status, running.stage, log)
-    if outcome[0] == "finished" and running.left:
-        outcome = ("stopped", f"asked to stop before its {running.left[0].name}") if asked else ("running", "")
+    if outcome[0] == "finished" and running.later_stages:
+        outcome = (
+            ("stopped", f"asked to stop before its {running.later_stages[0].name}") if stopping else ("running", "")
+        )
     state.state, state.reason = outcome
     state.exit_status, state.steps = status, steps_of(folder)
     state.seconds += time.monotonic() - running.since

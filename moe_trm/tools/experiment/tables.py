@@ -96,7 +96,7 @@ def _matrix(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
         by_arm = {comparison.other.name: comparison for comparison in results if comparison.measure is measure}
         base = max(by_arm.values(), key=lambda comparison: len(comparison.pairs)).means[0]
         cells = (
-            f"{short(by_arm[name].means[1])} ({by_arm[name].told})" if name in by_arm else NOT_MEASURED
+            f"{short(by_arm[name].means[1])} ({by_arm[name].difference_in_words})" if name in by_arm else NOT_MEASURED
             for name in other_arms
         )
         rows.append((measure.words, short(base), *cells))
@@ -115,7 +115,7 @@ def _differences(plan: ExperimentPlan, arms: Sequence[Arm]) -> Table:
             comparison.measure.words,
             comparison.when,
             f"{comparison.other.name} - {comparison.first.name}",
-            comparison.told,
+            comparison.difference_in_words,
             f"[{short(comparison.unpaired[0])}, {short(comparison.unpaired[1])}]" if comparison.unpaired else "none",
             ", ".join(f"{seed}: {short(second - first)}" for seed, first, second in comparison.pairs),
             short(comparison.difference.p),

@@ -78,7 +78,7 @@ def _judged(
     for step, updates in recorded.items():
         measured_only = objective.measuring
         for place, update in enumerate(updates):
-            part = recording.hold(update, needs_anchors=objective.whole)
+            part = recording.hold(update, needs_anchors=objective.reads_minibatch)
             loss_of = objective.bind(part, learner, first=place == 0)
             for index, batch in enumerate(update.batches):
                 scores = current(batch)

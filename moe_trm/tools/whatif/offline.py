@@ -15,7 +15,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.methods import summable
 from moe_trm.methods.row_fields import shared
 from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 from routing.layout.row_ids import row_of
 from routing.record.sources import Native, RouteSource
@@ -33,7 +33,7 @@ class RecordedLearner:
         self.total: summable.Summable = {}
         self._update: ScoredUpdate | None = None
 
-    def hold(self, update: ScoredUpdate, *, needs_anchors: bool) -> Anchored:
+    def hold(self, update: ScoredUpdate, *, needs_anchors: bool) -> AnchoredMinibatch:
         """Answer for `update` from now on; returns its minibatch as the objective wants it.
 
         `needs_anchors`: anchors are needed before the update, also where its own forward had been the anchor.
@@ -45,7 +45,7 @@ class RecordedLearner:
         )
         batches = [_token_batch(batch) for batch in update.batches]
         anchors = [_anchor(batch) for batch in update.batches]
-        return Anchored(
+        return AnchoredMinibatch(
             MiniBatch(micro, update.num_sequences, update.num_tokens),
             batches,
             anchors if needs_anchors or update.batches[0].anchor_logprobs is not None else [],

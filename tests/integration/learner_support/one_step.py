@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 def figures_of_a_step(config: Config, learner: Learner, device: torch.device, folder: Path) -> dict[str, float]:
     """Figures of a step with stale rows: of its parts, and of the tensors that were pushed after it."""
     objective, probe = Objective(config), Probe(config, folder, "R3")
-    anchors = Anchors(config, "R3", whole=objective.whole)
+    anchors = Anchors(config, "R3", reads_minibatch=objective.reads_minibatch)
     packed = config.batch.layout == "packed"
     layers = range(int(read_hf_config(config.model.checkpoint)["num_hidden_layers"]))
     for step in (1, 2):
@@ -49,7 +49,7 @@ def figures_of_a_step(config: Config, learner: Learner, device: torch.device, fo
             packed=packed,
         )
         batch = TrainBatch(step, tuple(plan[learner.data_rank]), {}, tuple(range(step)))
-        parts = anchors.score(learner, batch, every=True)
+        parts = anchors.score(learner, batch, score_all=True)
     [part] = [replace(part, batches=[_valued(each) for each in part.batches]) for part in parts]
     figures = probe.run(2, learner, [part])
     update = learner.update(part.batches, part.sources, objective.bind(part, learner, first=True), entropy=True)

@@ -54,7 +54,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("failed", "told"),
+    ("failed", "outcome"),
     [
         ({1: -9, 0: 1}, (1, "learner rank 1 was ended by SIGKILL")),
         ({1: -9, 0: REFUSED}, (REFUSED, f"learner rank 0 ended with exit code {REFUSED}")),
@@ -62,12 +62,12 @@ time.sleep(600)
     ],
 )
 def test_the_first_rank_that_failed_is_told_and_a_refusal_before_it(
-    failed: dict[int, int], told: tuple[int, str]
+    failed: dict[int, int], outcome: tuple[int, str]
 ) -> None:
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "none") for rank, code in failed.items()}
     for failure, when in zip(failures.values(), (10, 20), strict=True):
         failure.timestamp = when
-    assert ranks.told(failures) == told
+    assert ranks.first_failure(failures) == outcome
 
 
 def started(folder: Path, rank: str, *words: str) -> subprocess.Popen[str]:

@@ -86,8 +86,8 @@ def test_a_dense_model_replays_nothing() -> None:
 
 
 def test_ranks_and_layers_are_those_of_the_parts() -> None:
-    base = learner(Replayer(), leads=False, model_moe_layer_ids=(1, 2, 3, 4))
-    assert (base.data_rank, base.data_size, base.leads) == (1, 2, False)
+    base = learner(Replayer(), is_data_leader=False, model_moe_layer_ids=(1, 2, 3, 4))
+    assert (base.data_rank, base.data_size, base.is_data_leader) == (1, 2, False)
     assert (base.moe_layer_ids, base.model_moe_layer_ids) == ((1, 2), (1, 2, 3, 4))
     values = torch.ones(3)
     assert base.sum_over_slices(values) is values

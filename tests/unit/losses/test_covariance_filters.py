@@ -18,7 +18,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
 from moe_trm.step.objective import Objective
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import MicroBatch, MiniBatch, TokenBatch, TrainRow
 from routing.record.sources import Native, RouteSource
 from tests.integration.objective_support.recompute import recompute
@@ -85,7 +85,7 @@ def test_a_run_hands_its_seed_and_step_to_the_loss() -> None:
 
     def trained(seed: int, version: int) -> tuple[int, ...]:
         objective = Objective(Config.model_validate({**settings, "seed": seed}))
-        part = Anchored(mini, [batch], [Scores(batch.rollout_logprobs)], [Native()], version=version)
+        part = AnchoredMinibatch(mini, [batch], [Scores(batch.rollout_logprobs)], [Native()], version=version)
         current = batch.rollout_logprobs.clone().requires_grad_()
         objective.bind(part, FakeLearner(Ranks(1), 0), first=True)(0, Scores(current)).backward()
         assert current.grad is not None
@@ -127,7 +127,7 @@ def test_ties_are_broken_alike_in_every_planned_order(name: str) -> None:
             for micro, own in zip(micros, plan, strict=True)
         ]
         anchors, version = [batch.rollout_logprobs for batch in batches], int(batches[0].versions.max())
-        part = Anchored(
+        part = AnchoredMinibatch(
             MiniBatch(micros, 6, 45), batches, [Scores(own) for own in anchors], [Native()] * len(plan), version=version
         )
         current = [Scores((own + MOVED).requires_grad_()) for own in anchors]
@@ -167,7 +167,7 @@ def test_a_loss_on_parts_of_the_minibatch_is_told_too(tmp_path: Path) -> None:
     rows = (TrainRow(make_record(num_sampled=4)),)
     batch = valued(rows)
     settings = {"model": {"checkpoint": "none"}, "loss": {"name": f"{own}:mine"}, "seed": 3}
-    part = Anchored(
+    part = AnchoredMinibatch(
         MiniBatch((MicroBatch(rows),), 1, 4), [batch], [Scores(batch.rollout_logprobs)], [Native()], version=5
     )
     current = batch.rollout_logprobs.clone().requires_grad_()

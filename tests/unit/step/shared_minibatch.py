@@ -20,7 +20,7 @@ from moe_trm.learner.scoring import FED, on_device
 from moe_trm.methods import summable
 from moe_trm.step.advantages import Advantages
 from moe_trm.step.objective import TERMS, Objective
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.reference import Reference
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, RewardedSample, TokenBatch, TrainRow
@@ -170,7 +170,7 @@ def one_update(
         for micro in mini.micro_batches
     ]
     scores = [Scores((current_logprobs if first else anchor_logprobs)(batch)) for batch in batches]
-    part = Anchored(mini, batches, scores, [Native()] * len(batches), recovery=recovery)
+    part = AnchoredMinibatch(mini, batches, scores, [Native()] * len(batches), recovery=recovery)
     if reference is not None:
         [part] = reference.add_logprobs(learner, [part])
         if (penalties := reference.kl_penalties([part])) is not None:

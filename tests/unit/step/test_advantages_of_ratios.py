@@ -21,7 +21,7 @@ from moe_trm.config import InvalidConfigError, load
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import MicroBatch, TrainBatch, TrainRow
 from routing.record.sources import Native
 from tests.unit.advantages import estimator
@@ -82,7 +82,7 @@ def shared(ranks: int, micro_batch_rows: int, settings: Config) -> dict[int, lis
         for mini in shares[rank]:
             batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
             scores = [Scores(anchor_logprobs(batch)) for batch in batches]
-            parts.append(Anchored(mini, batches, scores, [Native()] * len(batches)))
+            parts.append(AnchoredMinibatch(mini, batches, scores, [Native()] * len(batches)))
         for part in estimator(settings).add_advantages(FakeLearner(meeting, rank), parts, (compared,)):
             for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True):
                 assert not batch.advantages[~batch.mask].any()
@@ -136,7 +136,7 @@ def test_its_anchors_are_always_scored(name: str) -> None:
     """Where the update's own forward would do, the ratios would not be known before it."""
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=100)
     settings = config(**{**SETTINGS, "advantage": {"name": name}, "probe": {"every": 0}})
-    anchors = Anchors(settings, "none", whole=False)
+    anchors = Anchors(settings, "none", reads_minibatch=False)
     [part] = anchors.score(FakeLearner(Ranks(1), 0), TrainBatch(1, (mini,), {}, (0,)))
     assert bool(part.scores) == (name != "grpo")
 

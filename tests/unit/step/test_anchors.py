@@ -15,7 +15,7 @@ from moe_trm.config.schema import Config, ReplayMode, RolloutConfig
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
-from moe_trm.step.passes import Anchored, interpolated
+from moe_trm.step.passes import AnchoredMinibatch, interpolated
 from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.recipe import recipe
 from moe_trm.sync.rounding import Rounding
@@ -73,13 +73,13 @@ def spanning(sample_id: int, versions: Sequence[int]) -> RolloutRecord:
     return replace(make_record(sample_id=sample_id, num_sampled=len(versions)), versions=np.array(versions, np.int32))
 
 
-def at(step: int, learner: FakeLearner, anchors: Anchors, batch: TrainBatch) -> list[Anchored]:
+def at(step: int, learner: FakeLearner, anchors: Anchors, batch: TrainBatch) -> list[AnchoredMinibatch]:
     learner.version, learner.passes = step - 1, []
     return anchors.score(learner, batch)
 
 
 def test_each_token_gets_its_behaviour_from_the_weights_that_sampled_it() -> None:
-    learner, anchors = FakeLearner(), Anchors(config(), "R3", whole=False)
+    learner, anchors = FakeLearner(), Anchors(config(), "R3", reads_minibatch=False)
     for step in (1, 2):
         at(step, learner, anchors, batch_of(step, [step - 1] * 2))
     parts = at(3, learner, anchors, batch_of(3, [0, 0, 1], [1, 2, 2]))
@@ -100,12 +100,12 @@ def test_snapshots_beyond_their_budget_are_refused() -> None:
     learner = FakeLearner()
     learner.num_bytes = 30 * 2**30
     with pytest.raises(ConfigError, match=r"90 GiB"):
-        at(1, learner, Anchors(config(), "R3", whole=False), batch_of(1, [0]))
+        at(1, learner, Anchors(config(), "R3", reads_minibatch=False), batch_of(1, [0]))
 
 
 def test_merged_keeps_engine_and_lag_in_one() -> None:
     learner = FakeLearner()
-    [part, _] = at(3, learner, Anchors(config(behavior="merged"), "R3", whole=False), batch_of(3, [0, 2]))
+    [part, _] = at(3, learner, Anchors(config(behavior="merged"), "R3", reads_minibatch=False), batch_of(3, [0, 2]))
     assert learner.passes == [None]
     assert not learner.held
     ratios = part.ratios(0, torch.where(part.batches[0].mask, -5.0, 0.0))
@@ -116,7 +116,7 @@ def test_merged_keeps_engine_and_lag_in_one() -> None:
 @pytest.mark.parametrize("behavior", ["interpolate", "bypass"])
 def test_no_pass_is_made_where_the_anchor_needs_none(behavior: str) -> None:
     learner = FakeLearner()
-    [part, _] = at(3, learner, Anchors(config(behavior=behavior), "R3", whole=False), batch_of(3, [0, 2]))
+    [part, _] = at(3, learner, Anchors(config(behavior=behavior), "R3", reads_minibatch=False), batch_of(3, [0, 2]))
     assert learner.passes == []
     assert not part.scored
     current = torch.where(part.batches[0].mask, -5.0, 0.0)
@@ -136,20 +136,22 @@ def test_interpolation_weights_follow_the_age() -> None:
 
 
 def test_the_first_update_is_its_own_anchor_pass_where_that_is_provable() -> None:
-    def skipped(mode: ReplayMode = "R3", whole: bool = False, every: bool = False, **sections: Any) -> bool:
-        anchors = Anchors(config(eta=0, **sections), mode, whole=whole)
-        parts = anchors.score(FakeLearner(), batch_of(1, [0]), every=every)
+    def skipped(
+        mode: ReplayMode = "R3", reads_minibatch: bool = False, score_all: bool = False, **sections: Any
+    ) -> bool:
+        anchors = Anchors(config(eta=0, **sections), mode, reads_minibatch=reads_minibatch)
+        parts = anchors.score(FakeLearner(), batch_of(1, [0]), score_all=score_all)
         assert parts[1].scored
         return not parts[0].scored
 
     assert skipped()
     assert skipped("none")
     assert not skipped("R2")
-    assert not skipped(whole=True)
-    assert not skipped(every=True)
+    assert not skipped(reads_minibatch=True)
+    assert not skipped(score_all=True)
     assert not skipped(record={"bundle": "somewhere"})
     assert not skipped(learner={"epochs": 2, "minibatches": 2})
-    [part, _] = at(1, FakeLearner(), Anchors(config(eta=0), "R3", whole=False), batch_of(1, [0]))
+    [part, _] = at(1, FakeLearner(), Anchors(config(eta=0), "R3", reads_minibatch=False), batch_of(1, [0]))
     current = torch.where(part.batches[0].mask, -5.0, 0.0).requires_grad_()
     ratios = part.ratios(0, current)
     assert not ratios.update.any()
@@ -179,11 +181,11 @@ def test_rules_may_read_only_what_is_known() -> None:
 
 def test_on_a_recording_the_weights_that_sampled_outlast_a_resumption() -> None:
     recorded = config(rollout={"engine": "bundle", "bundle": "unused"})
-    learner, before = FakeLearner(), Anchors(recorded, "R3", whole=False)
+    learner, before = FakeLearner(), Anchors(recorded, "R3", reads_minibatch=False)
     for step in (1, 2):
         at(step, learner, before, batch_of(step, [0]))
     assert learner.saved == {"behavior-0", "behavior-1"}
-    after = Anchors(recorded, "R3", whole=False)
+    after = Anchors(recorded, "R3", reads_minibatch=False)
     after.restore(before.state())
     at(3, learner, after, batch_of(3, [0, 1]))
     assert learner.passes == [None, "behavior-0", "behavior-1"]
@@ -192,13 +194,13 @@ def test_on_a_recording_the_weights_that_sampled_outlast_a_resumption() -> None:
 
 
 def test_weights_that_a_resumed_run_does_not_have_are_told() -> None:
-    live = Anchors(config(), "R3", whole=False)
+    live = Anchors(config(), "R3", reads_minibatch=False)
     learner = FakeLearner()
     at(1, learner, live, batch_of(1, [0]))
     assert not learner.saved
     assert live.state() == []
     with pytest.raises(LearnerError, match="not in the checkpoint"):
-        at(3, learner, Anchors(config(), "R3", whole=False), batch_of(3, [0, 2]))
+        at(3, learner, Anchors(config(), "R3", reads_minibatch=False), batch_of(3, [0, 2]))
 
 
 def test_only_versions_that_were_pushed_are_kept() -> None:
@@ -212,13 +214,15 @@ def test_only_versions_that_were_pushed_are_kept() -> None:
 
     live = config(eta=3)
     every = live.model_copy(update={"pipeline": live.pipeline.model_copy(update={"push_every": 2})})
-    assert kept(Anchors(every, "R3", whole=False), 0) == ["behavior-2", "behavior-4"]
-    assert kept(Anchors(every, "R3", whole=False, first=3), 3) == ["behavior-4", "behavior-6"]
+    assert kept(Anchors(every, "R3", reads_minibatch=False), 0) == ["behavior-2", "behavior-4"]
+    assert kept(Anchors(every, "R3", reads_minibatch=False, first=3), 3) == ["behavior-4", "behavior-6"]
     resumed = FakeLearner()
-    at(4, resumed, Anchors(every, "R3", whole=False, first=3), batch_of(4, [3]))
+    at(4, resumed, Anchors(every, "R3", reads_minibatch=False, first=3), batch_of(4, [3]))
     assert list(resumed.held) == ["behavior-3"]
     recorded = every.model_copy(update={"rollout": RolloutConfig(engine="bundle", bundle="unused")})
-    assert kept(Anchors(recorded, "R3", whole=False), 0) == [f"behavior-{version}" for version in (1, 2, 3, 4)]
+    assert kept(Anchors(recorded, "R3", reads_minibatch=False), 0) == [
+        f"behavior-{version}" for version in (1, 2, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize("behavior", ["snapshot", "merged"])
@@ -226,7 +230,10 @@ def test_only_versions_that_were_pushed_are_kept() -> None:
 def test_an_averaged_anchor_is_the_proximal_policy_and_not_the_behaviour(eta: int, behavior: str) -> None:
     """At decay 0.5 the average of versions 0, 1, 2 is (0 / 4 + 1 / 2 + 2) / 1.75."""
     average = ProximalAverage(0.5)
-    learner, anchors = FakeLearner(), Anchors(config(eta=eta, behavior=behavior), "R3", whole=False, average=average)
+    learner, anchors = (
+        FakeLearner(),
+        Anchors(config(eta=eta, behavior=behavior), "R3", reads_minibatch=False, average=average),
+    )
     for step in (1, 2):
         at(step, learner, anchors, batch_of(step, [step - 1]))
     for part in at(3, learner, anchors, batch_of(3, [0, 2] if eta else [2, 2])):
@@ -263,7 +270,7 @@ def test_parts_of_a_step_have_the_anchors_of_its_start() -> None:
         settings = config(behavior=behavior, eta=eta, **streamed)
         streaming = settings.model_copy(update={"pipeline": settings.pipeline.model_copy(update={"stream": True})})
         old = [0, 2] if eta else [2]
-        learner, anchors = FakeLearner(), Anchors(streaming, "R3", whole=False)
+        learner, anchors = FakeLearner(), Anchors(streaming, "R3", reads_minibatch=False)
         for step in (1, 2):
             at(step, learner, anchors, batch_of(step, [step - 1]))
         batch = batch_of(3, old)
@@ -272,7 +279,7 @@ def test_parts_of_a_step_have_the_anchors_of_its_start() -> None:
         learner.version = 77  # as if the weights had moved within the step
         [two] = anchors.score(learner, second, moved=True)
         current = torch.where(two.batches[0].mask, -9.0, 0.0)
-        [whole, _] = at(3, FakeLearner(), Anchors(config(eta=0), "R3", whole=True), batch)
+        [whole, _] = at(3, FakeLearner(), Anchors(config(eta=0), "R3", reads_minibatch=True), batch)
         assert not one.scores or torch.equal(one.scores[0].logprobs, whole.scores[0].logprobs)
         assert torch.equal(two.scores[0].logprobs, whole.scores[0].logprobs)
         assert torch.equal(one.ratios(0, current).total, two.ratios(0, current).total)
@@ -291,7 +298,7 @@ def test_the_routers_of_the_anchor_are_what_updates_compare_with() -> None:
 
     for mode in ("R2", "R3"):
         learner = Watched()
-        parts = at(1, learner, Anchors(config(eta=0), mode, whole=False, watches=True), batch_of(1, [0]))
+        parts = at(1, learner, Anchors(config(eta=0), mode, reads_minibatch=False, watches=True), batch_of(1, [0]))
         assert learner.passes == [None]
         for part in parts:
             assert part.scored
@@ -299,4 +306,4 @@ def test_the_routers_of_the_anchor_are_what_updates_compare_with() -> None:
             assert all(source.scores is scores.router for source, scores in sources)
         assert parts[0].sources[0].scores != parts[1].sources[0].scores
     with pytest.raises(AssertionError):
-        at(1, Watched(), Anchors(config(eta=0), "none", whole=False, watches=True), batch_of(1, [0]))
+        at(1, Watched(), Anchors(config(eta=0), "none", reads_minibatch=False, watches=True), batch_of(1, [0]))

@@ -22,7 +22,7 @@ from moe_trm.methods.row_fields import RowFields
 from moe_trm.ratios import LogRatios
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.objective import Objective
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, TokenBatch, TrainBatch
 from routing.record.sources import RouteSource
@@ -57,9 +57,9 @@ class DeviceLearner(StandInLearner):
 @pytest.mark.parametrize("behavior", ["same", "snapshot", "merged", "interpolate", "bypass"])
 def test_ratios_and_loss_mix_no_devices(behavior: str) -> None:
     settings = config(eta=0) if behavior == "same" else config(behavior=behavior)
-    anchors, learner = Anchors(settings, "none", whole=False), DeviceLearner()
+    anchors, learner = Anchors(settings, "none", reads_minibatch=False), DeviceLearner()
     steps: list[TrainBatch] = [batch_of(1, [0])] if behavior == "same" else [batch_of(1, [0]), batch_of(2, [0, 1])]
-    parts: list[Anchored] = []
+    parts: list[AnchoredMinibatch] = []
     for batch in steps:
         parts = anchors.score(learner, batch)
     for part in parts:

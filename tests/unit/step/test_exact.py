@@ -9,20 +9,20 @@ import torch
 
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.exact import InexactError, proved
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from routing.record.sources import ReplayReport
-from tests.unit.step.test_rate_guard import anchored
+from tests.unit.step.test_rate_guard import minibatches
 
 CLEAN = ReplayReport(replayed=100, matched=100)
 
 
-def parts() -> list[Anchored]:
+def parts() -> list[AnchoredMinibatch]:
     """Minibatches whose scores are the rollout's log-probs; behind the mask they are something else."""
     return [
         replace(
             part, scores=[Scores(torch.where(each.mask, each.rollout_logprobs, torch.nan)) for each in part.batches]
         )
-        for part in anchored([1.0] * 4)
+        for part in minibatches([1.0] * 4)
     ]
 
 

@@ -20,7 +20,7 @@ from moe_trm.sampling_mask.bounds import SamplerBounds
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.mask_judge import MaskJudge, check_refused
 from moe_trm.step.objective import Objective
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.types import MiniBatch, TokenBatch, TrainBatch, TrainRow
 from routing.record.sources import Native, RouteSource
 from tests.unit.advantages import valued
@@ -60,12 +60,12 @@ def minibatch(version: int = VERSION) -> MiniBatch:
     return mini
 
 
-def part(version: int = VERSION) -> Anchored:
+def part(version: int = VERSION) -> AnchoredMinibatch:
     """A minibatch whose first update's own forward is the pass at the step's start."""
     mini = minibatch(version)
     batches = [valued(micro.rows, keep_mask=True) for micro in mini.micro_batches]
     batches = [replace(batch, reference_logprobs=batch.rollout_logprobs - 0.5) for batch in batches]
-    return Anchored(mini, batches, [], [Native()] * len(batches), 0.1, version=VERSION)
+    return AnchoredMinibatch(mini, batches, [], [Native()] * len(batches), 0.1, version=VERSION)
 
 
 def gradients(
@@ -131,7 +131,7 @@ def test_stale_rows_are_judged_at_the_weights_that_sampled_them_or_not_at_all(be
     pipeline = {"mode": "async", "behavior": behavior, "max_staleness": 2}
     settings, masks = config(**SETTINGS, pipeline=pipeline), MaskJudge(BOUNDS)
     learner = MassLearner({3: 0.5}, "behavior-2")
-    anchors = Anchors(settings, "none", whole=True, masks=masks, first=2)
+    anchors = Anchors(settings, "none", reads_minibatch=True, masks=masks, first=2)
     for step in (3, 4):
         masks.end_step()
         [anchored] = anchors.score(learner, TrainBatch(step, (minibatch(2),), {}, versions=(2,)))

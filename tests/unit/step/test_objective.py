@@ -25,7 +25,7 @@ from moe_trm.methods.parameters import declared
 from moe_trm.ratios import LogRatios
 from moe_trm.step.advantages import own_records
 from moe_trm.step.objective import Objective
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, MiniBatch
 from routing.record.sources import Native
@@ -166,7 +166,7 @@ def test_the_clipped_weight_reaches_the_loss() -> None:
     assert found[0.05]["metrics"]["loss/kl"] < found[None]["metrics"]["loss/kl"]
 
 
-def lowered(settings: Config, learner: FakeLearner, part: Anchored) -> list[Anchored]:
+def lowered(settings: Config, learner: FakeLearner, part: AnchoredMinibatch) -> list[AnchoredMinibatch]:
     """The minibatch as a step with this KL hands it to the update."""
     reference = Reference(settings, learner)
     scored = reference.add_logprobs(learner, [part])
@@ -179,7 +179,9 @@ def test_kl_in_the_reward_changes_the_advantages_and_nothing_else(estimate: str)
     settings = config(kl={"coef": 0.3, "where": "reward", "estimator": estimate})
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)
     batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
-    part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
+    part = AnchoredMinibatch(
+        mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches)
+    )
     learner = FakeLearner(Ranks(1), 0)
     [shaped] = lowered(settings, learner, part)
     assert shaped.kl_coef == 0.0
@@ -200,7 +202,7 @@ def test_kl_in_the_reward_heeds_what_a_lone_sample_gets(lone: str) -> None:
     settings = config(kl={"coef": 0.3, "where": "reward"}, advantage={"name": "rloo", "lone_sample": lone})
     micro = MicroBatch(tuple(rows()[:5]))
     batch = collate(micro, keep_mask=False)
-    part = Anchored(MiniBatch((micro,), 5, 1), [batch], [Scores(anchor_logprobs(batch))], [Native()])
+    part = AnchoredMinibatch(MiniBatch((micro,), 5, 1), [batch], [Scores(anchor_logprobs(batch))], [Native()])
     learner = FakeLearner(Ranks(1), 0)
     [shaped] = lowered(settings, learner, part)
     [advantages] = [item.advantages for item in shaped.batches]

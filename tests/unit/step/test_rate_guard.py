@@ -9,7 +9,7 @@ from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import OptimizerConfig
 from moe_trm.learner.protocol import Scores
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.rate_guard import RateGuard, sequence_weights
 from moe_trm.types import TrainRow
 from routing.record.sources import Native
@@ -17,7 +17,7 @@ from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
 
-def anchored(weights: list[float]) -> list[Anchored]:
+def minibatches(weights: list[float]) -> list[AnchoredMinibatch]:
     """Minibatches of rows whose ratio of policy to rollout is `weights`, spread over their tokens.
 
     The last micro-batch is padding.
@@ -32,23 +32,23 @@ def anchored(weights: list[float]) -> list[Anchored]:
             record = micro.rows[0].record
             shift = math.log(weights[record.sample_id]) / record.num_sampled
             scores.append(Scores(torch.where(batch.mask, batch.rollout_logprobs + shift, 0.0)))
-        parts.append(Anchored(mini, batches, scores, [Native()] * len(batches)))
+        parts.append(AnchoredMinibatch(mini, batches, scores, [Native()] * len(batches)))
     return parts
 
 
 def test_weights_are_those_of_whole_rows() -> None:
-    weights = sequence_weights(StandInLearner(), anchored([1.0, 1.0, 1.0, 5.0]))
+    weights = sequence_weights(StandInLearner(), minibatches([1.0, 1.0, 1.0, 5.0]))
     assert sorted(weights.tolist()) == pytest.approx([0.2, 0.2, 0.2, 1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize(("form", "factor"), [("sqrt", 0.755929), ("linear", 0.571429)])
 def test_the_effective_sample_size_lowers_the_rate(form: str, factor: float) -> None:
     guard = RateGuard(OptimizerConfig.model_validate({"ess_scale": form}))
-    scale, metrics = guard.scale(StandInLearner(), anchored([1.0, 1.0, 1.0, 5.0]), 10.0)
+    scale, metrics = guard.scale(StandInLearner(), minibatches([1.0, 1.0, 1.0, 5.0]), 10.0)
     assert scale == pytest.approx(factor, abs=1e-5)
     assert metrics["optimizer/eff_sample_size"] == pytest.approx(0.571429, abs=1e-5)
     assert metrics["optimizer/lr_scale"] == scale
-    assert guard.scale(StandInLearner(), anchored([3.0, 3.0]), 10.0)[0] == pytest.approx(1.0)
+    assert guard.scale(StandInLearner(), minibatches([3.0, 3.0]), 10.0)[0] == pytest.approx(1.0)
 
 
 def test_without_guards_nothing_is_measured() -> None:

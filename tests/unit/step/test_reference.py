@@ -12,7 +12,7 @@ from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Scores
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, TrainRow
 from routing.record.sources import Native
@@ -40,7 +40,9 @@ def test_kl_in_the_advantage_lowers_that_of_each_token_by_its_own(taught: bool) 
     ]
     mini = replace(mini, micro_batches=tuple(micros))
     batches = [valued(micro.rows, *map(by_reward, micro.rows)) for micro in micros]
-    part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
+    part = AnchoredMinibatch(
+        mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches)
+    )
     learner = FakeLearner(Ranks(1), 0)
     reference = Reference(settings, learner)
     assert bool(learner.snapshots) != taught
@@ -62,7 +64,7 @@ def test_a_sample_without_the_log_probs_of_its_teacher_is_not_trained() -> None:
     settings = config(kl={"coef": 0.3, "teacher": ["http://127.0.0.1:1"]})
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=12)
     batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
-    part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()])
+    part = AnchoredMinibatch(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()])
     learner = FakeLearner(Ranks(1), 0)
     with pytest.raises(LearnerError, match="without the teacher's log-probs"):
         Reference(settings, learner).add_logprobs(learner, [part])

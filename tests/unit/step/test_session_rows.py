@@ -17,7 +17,7 @@ from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.recording.scores import ScoredUpdate, ScoresReader, write_scores
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.score_recorder import _scored
 from moe_trm.tools.whatif.offline import RecordedLearner
 from moe_trm.types import TrainRow
@@ -185,7 +185,7 @@ def test_a_recorded_update_of_several_rows_is_judged_with_their_denominators(tmp
         batches = [valued(micro.rows) for micro in mini.micro_batches]
         kept += batches
         scores = [Scores(anchor_logprobs(batch)) for batch in batches]
-        part = Anchored(mini, batches, scores, [Native()] * len(batches))
+        part = AnchoredMinibatch(mini, batches, scores, [Native()] * len(batches))
         seen = {index: Scores(current_logprobs(batch)) for index, batch in enumerate(batches)}
         write_scores(tmp_path, 1, [_scored(part, seen)], data_rank=rank, data_size=2)
     assert len({batch.sample_tokens is None for batch in kept}) == 2
@@ -204,7 +204,9 @@ def test_a_recorded_update_of_several_rows_is_judged_with_their_denominators(tmp
 def test_what_whole_samples_wrote_has_no_denominators(tmp_path: Any) -> None:
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)
     batches = [valued(micro.rows) for micro in mini.micro_batches]
-    part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
+    part = AnchoredMinibatch(
+        mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches)
+    )
     update: ScoredUpdate = _scored(part, {i: Scores(current_logprobs(batch)) for i, batch in enumerate(batches)})
     write_scores(tmp_path, 1, [update], data_rank=0, data_size=1)
     assert all(batch.sample_tokens is None for batch in ScoresReader(tmp_path).read(1)[0].batches)

@@ -19,7 +19,7 @@ from moe_trm.ratios import LogRatios
 from moe_trm.recording.scores import ScoresReader
 from moe_trm.step.minibatch import gather_minibatch
 from moe_trm.step.objective import Objective
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.recipe import recipe
 from moe_trm.step.score_recorder import ScoreRecorder
 from moe_trm.tools.whatif.judge import Candidate, judge
@@ -45,7 +45,7 @@ def config(behavior: str | None, **sections: Any) -> Config:
     return Config.model_validate({"model": {"checkpoint": "none"}, "pipeline": pipeline, **sections})
 
 
-def stale(settings: Config) -> Anchored:
+def stale(settings: Config) -> AnchoredMinibatch:
     """One row of age 1."""
     rows = (TrainRow(make_record(num_sampled=4, version=0)),)
     batch = valued(rows)
@@ -53,7 +53,7 @@ def stale(settings: Config) -> Anchored:
     batch = replace(batch, rollout_logprobs=rollout)
     recovery = settings.pipeline.recovery
     anchor = rollout if recovery in ("interpolate", "bypass") else torch.where(batch.mask, math.log(PROXIMAL), 0.0)
-    return Anchored(
+    return AnchoredMinibatch(
         MiniBatch((MicroBatch(rows),), 1, 4),
         [batch],
         [Scores(anchor)],

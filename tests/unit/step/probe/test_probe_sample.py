@@ -22,7 +22,7 @@ from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Scores
 from moe_trm.methods import summable
 from moe_trm.ratios import k3
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.probe import sample
 from moe_trm.step.probe.run import Probe
 from moe_trm.step.probe.sample import ProbeChoice, ProbeRows, draw, products, rows_needed, standard_errors
@@ -182,8 +182,8 @@ def probed(
     learners = [ProbeLearner(meeting, rank) for rank in range(ranks)]
 
     def work(rank: int) -> dict[str, float]:
-        anchored = [anchors(mini) for mini in shares[rank]]
-        return Probe(config, folder, mode).run(step, learners[rank], anchored)
+        minibatches = [anchors(mini) for mini in shares[rank]]
+        return Probe(config, folder, mode).run(step, learners[rank], minibatches)
 
     with ThreadPoolExecutor(ranks) as pool:
         metrics = list(pool.map(work, range(ranks)))
@@ -192,10 +192,10 @@ def probed(
     return metrics[0], {name: torch.cat([one[name] for one in files]) for name in files[0]}, learners
 
 
-def anchors(mini: MiniBatch) -> Anchored:
+def anchors(mini: MiniBatch) -> AnchoredMinibatch:
     batches = [collate(micro, keep_mask=True) for micro in mini.micro_batches]
     scores = [Scores(anchor_logprobs(batch)) for batch in batches]
-    return Anchored(mini, batches, scores, [Native()] * len(batches), recovery="snapshot", version=VERSION)
+    return AnchoredMinibatch(mini, batches, scores, [Native()] * len(batches), recovery="snapshot", version=VERSION)
 
 
 def test_figures_are_of_the_sample_and_say_so(tmp_path: Path) -> None:
