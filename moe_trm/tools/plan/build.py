@@ -10,6 +10,9 @@ from typing import Any
 
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError
+from moe_trm.models.quantisation import quantisation_of
+from moe_trm.models.registry import FAMILIES, find_family, refuse_unsupported
 from moe_trm.rollout.servers.model_rules import check_served
 from moe_trm.tools.plan.candidates import Judged, judge
 from moe_trm.tools.plan.cluster import Cluster, Serving, serving
@@ -125,7 +128,17 @@ class Work:
         check_served(self.whole or self.hf, self.where, config.rollout, masks=masks, exact=exact, cuda=True)
 
     def model(self, config: Config) -> Model:
-        """Raises `ConfigError` or `CheckpointError` for adapters or a model that cannot be."""
+        """Raises `ConfigError` or `CheckpointError` for adapters or a model that cannot be, or cannot be counted."""
+        refuse_unsupported(self.hf, self.where)
+        if config.learner.backend == "deepspeed" and find_family(self.hf) is None:
+            quantisation_of(self.hf, self.where)
+            raise CheckpointError(
+                "the planner does not know the sizes of this architecture",
+                where=self.where,
+                got=self.hf.get("architectures") or [""],
+                expected=f"one of {', '.join(family.architecture for family in FAMILIES.values())}",
+                fix="Start it without a plan: the DeepSpeed learner proves such a family on a tiny model first.",
+            )
         return with_adapters(model_of(self.hf, self.where), self.hf, config.learner.lora, self.where)
 
     def step_tokens(self, config: Config) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from launch.start.preflight import check_model_and_layout
 from moe_trm.cli import main
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, MoeTrmError
+from moe_trm.errors import CheckpointError, MoeTrmError, SeveralRefusals
 from moe_trm.models.hf_config import text_config
+from moe_trm.models.registry import find_family
+from moe_trm.tools.plan import search as planner
 from moe_trm.tools.plan.build import Work
 from moe_trm.tools.plan.cluster import Cluster
 from moe_trm.tools.plan.commands import WORKLOAD
 from moe_trm.tools.plan.gpus import gpu_of
 from moe_trm.tools.plan.search import search
 from tests.published_models import NAMES, published_config
+from tests.unit.tools.plan import releases
 from tests.unit.tools.plan.test_search import work
 
 POSITIONS = "a server sends no positions"
@@ -80,6 +84,45 @@ def test_advice_is_not_what_is_set_already(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         search(config, Work(hf, work("qwen3_30b_a3b", config).assumptions, "c"), Cluster(16, 8, gpu_of("h100"), 1))
     assert "learner.backend" not in refused.value.fix
+
+
+@cache
+def workload(backend: str) -> Config:
+    return load(WORKLOAD, [f"learner.backend={backend}"])
+
+
+@pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("name", releases.DISTINCT)
+def test_plan_and_start_agree_on_published_releases(
+    name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, settled = releases.release_config(name), list[Config]()
+
+    def settle(config: Config, _: Work) -> Config:
+        settled.append(config)
+        return config
+
+    # No layout is searched: what is planned from here on differs in sizes alone.
+    monkeypatch.setattr(planner, "_with_micro_batches", settle)
+    monkeypatch.setattr(planner, "_splits", lambda *_: iter(()))
+    config = workload(backend)
+    model = Work(text_config(hf), work("qwen3_30b_a3b", config).assumptions, "c", hf)
+    try:
+        search(config, model, Cluster(32, 8, gpu_of("h200"), 1), 8)
+    except MoeTrmError as refused:
+        reasons = refused.reasons if isinstance(refused, SeveralRefusals) else [refused]
+        unpadded = start_of(config, hf, tmp_path)
+        start = unpadded.model_copy(update={"batch": unpadded.batch.model_copy(update={"layout": "padded"})})
+        if "does not know the sizes" in refused.what:
+            assert find_family(text_config(hf)) is None
+            check_model_and_layout(start, 8)
+            return
+        with pytest.raises(MoeTrmError) as at_start:
+            check_model_and_layout(start, 8)
+        assert all(reason.what in str(at_start.value) for reason in reasons)
+    else:
+        (chosen,) = settled
+        check_model_and_layout(start_of(chosen, hf, tmp_path), 8)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
