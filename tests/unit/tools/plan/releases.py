@@ -13,6 +13,7 @@ from tests.published_models import published_config
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 V3, V32, GLM5, QWEN3, QWEN35, MINIMAX = (
     "deepseek_v3",
@@ -67,10 +68,10 @@ _RELEASES: Mapping[str, tuple[str, str, Mapping[str, Any] | None]] = {
     "MiniMax-M3-NVFP4": (MINIMAX, "+MiniMaxM3SparseForConditionalGeneration", NVFP4),
     "Nemotron-3-Nano-30B-A3B-BF16": (QWEN3, "NemotronHForCausalLM", None),
     "Nemotron-3-Nano-30B-A3B-NVFP4": (QWEN3, "NemotronHForCausalLM", NVFP4),
-    "Nemotron-3-Super-120B-A12B-FP8": (QWEN3, "NemotronHForCausalLM", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "Nemotron-3-Super-120B-A12B-FP8": (QWEN3, "NemotronHForCausalLM", MODELOPT_FP8),
     "Nemotron-3-Super-120B-A12B-NVFP4": (QWEN3, "NemotronHForCausalLM", NVFP4),
     "Nemotron-3-Ultra-550B-A55B-BF16": (QWEN3, "NemotronHForCausalLM", None),
-    "Nemotron-3-Ultra-550B-A55B-FP8": (QWEN3, "NemotronHForCausalLM", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "Nemotron-3-Ultra-550B-A55B-FP8": (QWEN3, "NemotronHForCausalLM", MODELOPT_FP8),
     "Nemotron-3-Ultra-550B-A55B-NVFP4": (QWEN3, "NemotronHForCausalLM", NVFP4),
     "Nemotron-3.5-Lightning-30B-A3B-NVFP4": (QWEN3, "NemotronHForCausalLM", NVFP4),
     "Qwen3-235B-A22B-NVFP4": (QWEN3, "", NVFP4),
@@ -116,7 +117,8 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 NAMES = tuple(_RELEASES)
-DISTINCT = {f"{like}, {own}, {form}, {_SIZES.get(name)}": name for name, (like, own, form) in _RELEASES.items()}.values()
+_STAND_INS = {f"{entry}, {_SIZES.get(name)}": name for name, entry in _RELEASES.items()}
+DISTINCT = tuple(_STAND_INS.values())
 """One name of each stand-in: releases that differ in nothing that a refusal reads have the same."""
 
 
