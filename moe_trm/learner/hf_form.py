@@ -62,7 +62,7 @@ class ExportForm:
     loss: ChangeLoss | None = None
 
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What is written for the learner's tensors, which come in any order.
+        """The tensors of the checkpoint for the learner's, which come in any order.
 
         Matrices that lie in one tensor of `source` are held until it is complete. It is never written with gaps.
         """

@@ -47,7 +47,7 @@ without one afterwards. A loaded machine gets more."""
 
 
 class Connection:
-    """Whether a socket has a connection, by the events of its monitor. Make it before the socket connects."""
+    """The state of a socket's connection, by the events of its monitor. Make it before the socket connects."""
 
     def __init__(self, socket: Socket[bytes]) -> None:
         self._monitor: Socket[bytes] = socket.get_monitor_socket(Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED)

@@ -16,7 +16,7 @@ ROUNDING = 0.01
 
 
 def sampler_bounds(rollout: RolloutConfig, masks: SamplingMaskConfig) -> SamplerBounds:
-    """What the settings of a run allow of the kept sets of its records."""
+    """The kept sets that a run's settings allow in its records."""
     top_k = MASK_LIMIT if rollout.top_k is None else min(rollout.top_k, MASK_LIMIT)
     has_floor, minimal = rollout.top_k is None and not rollout.min_p, masks.violation != "union"
     return SamplerBounds(rollout.top_p, top_k, has_floor, minimal)

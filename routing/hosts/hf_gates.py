@@ -75,7 +75,7 @@ class GateContract:
         return output[self.logits], output[self.weights], output[self.ids]
 
     def write(self, output: tuple[Any, ...], weights: Tensor, ids: Tensor) -> tuple[Any, ...]:
-        """What the gate returned, with other weights and ids."""
+        """The values that the gate returned, with other weights and ids."""
         replaced = {self.weights: weights, self.ids: ids}
         return tuple(replaced.get(place, value) for place, value in enumerate(output))
 
@@ -175,7 +175,7 @@ class _Experts(nn.Module):
 
 
 def _answer(layer: int, block: nn.Module) -> tuple[Any, tuple[Any, ...], dict[str, Any], Tensor | None]:
-    """What a copy of the gate returned, the arguments of its experts, and its selection bias."""
+    """The values that a copy of the gate returned, the arguments of its experts, and its selection bias."""
     gate, generator = gate_of(block), torch.Generator().manual_seed(layer)
     copied = _bare(block, generator, {"experts": _Experts()})
     name = next(name for name, child in block.named_children() if child is gate)

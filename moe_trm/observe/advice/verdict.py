@@ -109,7 +109,7 @@ def verdict(
 
 
 def last_probe(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What the latest probe measured: most steps make none, and their advice should not differ from its."""
+    """The figures of the latest probe: most steps make none, and their advice should not differ from it."""
     probed = (step for step in reversed(history) if "probe/native_k3_kl" in step)
     return {name: value for name, value in next(probed, {}).items() if name.startswith("probe/")}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_trm.config.choices import server_device, wants_routes
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
-from moe_trm.errors import ConfigError, SyncError
+from moe_trm.errors import ConfigError, EngineError, SyncError
 from moe_trm.methods.load import load_function
 from moe_trm.models.hf_config import read_full_config
 from moe_trm.rollout.servers.http import EngineHttp
@@ -50,7 +50,7 @@ class Served:
 
     @classmethod
     def of(cls, config: Config) -> Served:
-        """What `config` says of its servers."""
+        """The facts about servers in `config`."""
         return cls(
             config.model,
             config.rollout,
@@ -178,11 +178,11 @@ class ServerBackend(AnswerFormat):
 
         It generates nothing until it was given weights. Asked where `EngineTraits.lends_memory` is set.
         """
-        raise NotImplementedError
+        raise self._missing("lends no memory")
 
     async def resume_memory(self, http: EngineHttp, tag: str) -> None:
         """Take one of them back, the weights first. Nothing else was asked since the release."""
-        raise NotImplementedError
+        raise self._missing("lends no memory")
 
     @abstractmethod
     def client(self, requirements: Requirements) -> ServerClient:
@@ -194,7 +194,7 @@ class ServerBackend(AnswerFormat):
         The log-probs are of decoding itself, at temperature 1, nats. Asked where `EngineTraits.scores_tokens` is set.
         Raises `EngineError`.
         """
-        raise NotImplementedError
+        raise self._missing("decodes no fixed tokens")
 
     async def cached(self, http: EngineHttp, token_ids: Sequence[int]) -> int | None:
         """Of an answer of one token to `token_ids`, tokens whose attention states came from the prefix cache.
@@ -208,7 +208,7 @@ class ServerBackend(AnswerFormat):
 
         Nothing of the prefix cache is used. Asked where `EngineTraits.scores_tokens` is set. Raises `EngineError`.
         """
-        raise NotImplementedError
+        raise self._missing("scores no fixed tokens")
 
     def writing_states(self, folder: Path) -> Sequence[str]:
         """Arguments with which a server writes the hidden states of every pass into `folder`. Raises `ConfigError`."""
@@ -219,7 +219,7 @@ class ServerBackend(AnswerFormat):
 
         Raises `EngineError`.
         """
-        raise NotImplementedError
+        raise self._missing("writes no hidden states")
 
     async def tokenized(self, http: EngineHttp, text: str) -> tuple[int, ...] | None:
         """The server's ids of a text, without special tokens; None where it does not say. Raises `EngineError`."""
@@ -228,6 +228,10 @@ class ServerBackend(AnswerFormat):
     async def model_folder(self, http: EngineHttp) -> Path | None:
         """The folder with the config.json that it serves; None where it does not say. Raises `EngineError`."""
         return None
+
+    def _missing(self, ability: str) -> EngineError:
+        """The refusal of a request for an ability that the engine's traits deny."""
+        return EngineError(f"this engine {ability}", where=type(self).__name__)
 
 
 class ServerClient(ABC):

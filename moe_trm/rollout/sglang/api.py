@@ -61,7 +61,7 @@ async def check_weights(api: EngineApi, expected: Digests) -> None:
 
 
 async def reported_weights(api: EngineApi) -> list[tuple[int, Mapping[str, str]]]:
-    """What each rank of the engine says of the tensors that it holds: its number, and their checksums.
+    """The number of each rank of the engine, and the checksums of the tensors that it holds.
 
     Raises `EngineError`, `SyncError`.
     """

@@ -84,7 +84,7 @@ _ADDED_ONCE = re.compile(r".*\.experts\.down_proj_bias")
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What decides how a server holds its tensors.
+    """The settings that decide how a server holds its tensors.
 
     Attributes:
         dtype: its arithmetic.

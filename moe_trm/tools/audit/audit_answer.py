@@ -13,7 +13,7 @@ FEW = 5
 
 @dataclass(frozen=True)
 class AuditAnswer:
-    """What the evidence says to one question.
+    """The answer of the evidence to one question.
 
     Attributes:
         question: what was examined.

@@ -168,7 +168,7 @@ def gather(framework: str, parts: Sequence[AuditRow | RecordRejected], *, beside
 
 
 def joined(row: AuditRow, second: AuditRow) -> AuditRow:
-    """What two files have of one row. Raises `RecordRejected` (`joined`) where they are of different tokens."""
+    """The fields of one row in two files. Raises `RecordRejected` (`joined`) where they are of different tokens."""
     if not (np.array_equal(row.tokens, second.tokens) and np.array_equal(row.sampled, second.sampled)):
         raise RecordRejected("joined", "two files have different tokens under one name", where=row.name)
     lacking = {f.name: getattr(second, f.name) for f in fields(row) if getattr(row, f.name) is None}

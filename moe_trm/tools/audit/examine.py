@@ -31,7 +31,7 @@ from moe_trm.tools.audit.route_causes import route_answers, route_faults, stale_
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What the dump does not say, and how surely a fault has to be found.
+    """Facts that the dump does not hold, and how surely a fault has to be found.
 
     Attributes:
         temperature, top_p: of sampling, where the dump does not have them.

@@ -131,7 +131,7 @@ def _logprobs(scored: PolicyScores, *, kept: bool) -> Array:
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """What was found about one engine.
+    """The findings about one engine.
 
     Attributes:
         kept: its log-probs are over the kept ids; None where that cannot be known.
@@ -213,7 +213,7 @@ def _split(rows: Sequence[EngineRow]) -> tuple[list[EngineRow], list[EngineRow]]
 def engine_answers(
     scores: Sequence[RowScores], engine_verdict: EngineVerdict, rows: int, share: float, fix: Callable[[str], str]
 ) -> list[AuditAnswer]:
-    """What the doctor's causes say of this engine: of all rows, and of those that are off by themselves."""
+    """The doctor's causes for this engine: of all rows, and of those that are off by themselves."""
     question = f"log-probs of the {engine_verdict.engine}"
     judged = sum(len(row.measurements) for row in (*engine_verdict.bulk, *engine_verdict.outliers))
     support = {None: "", True: " They are over the kept ids.", False: " They are over the whole vocabulary."}[
@@ -303,7 +303,7 @@ def share_answer(figures: dict[str, Interval]) -> AuditAnswer:
 def support_answer(
     rollout: EngineVerdict, trainer: EngineVerdict | None, *, masks: bool, fix: Callable[[str], str]
 ) -> AuditAnswer | None:
-    """Whether both sides' log-probs are over the same ids; None where that is not known."""
+    """True when both sides' log-probs are over the same ids; None where that is not known."""
     if rollout.kept is None or (trainer is None and masks):
         return None
     if trainer is not None and trainer.kept == rollout.kept:

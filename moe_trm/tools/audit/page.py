@@ -28,7 +28,7 @@ def render(audit: Audit) -> str:
 
 
 def conclusion(audit: Audit) -> str:
-    """What was found, in a paragraph each."""
+    """The findings, in a paragraph each."""
     faults = [answer for answer in audit.answers if answer.status == "fail"]
     if not faults:
         words = (

@@ -50,7 +50,7 @@ ALIAS = {"another version of the weights": "weights"}
 
 
 def remedy(framework: str, cause: str) -> str:
-    """What to change; the general words where the framework has no setting, or several wrote the dump."""
+    """The setting to change; the general words where the framework has no setting, or several wrote the dump."""
     cause = ALIAS.get(cause, cause)
     return SETTINGS.get(framework, {}).get(cause) or ANYWHERE.get(cause, "")
 

@@ -34,7 +34,7 @@ class Panel:
         return Scale(0, self.x_max, self.left, self.right)(value)
 
     def y(self, value: float) -> float:
-        """What lies outside is drawn at the border."""
+        """Points outside are drawn at the border."""
         scale = Scale(self.y_min, self.y_max, self.bottom, self.top, self.log)
         return scale(min(max(value, self.y_min), self.y_max))
 

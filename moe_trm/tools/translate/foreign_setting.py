@@ -48,7 +48,7 @@ def merged(settings: list[ForeignSetting]) -> dict[str, ForeignSetting]:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a setting that no rule has read.
+    """The fate of a setting that no rule has read.
 
     Attributes:
         kind: `unknown` is a to-do of a key that no list and no table has.

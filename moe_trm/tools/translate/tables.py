@@ -88,7 +88,7 @@ class Tables:
         return draft
 
     def fate(self, key: str, setting: ForeignSetting, settings: Mapping[str, ForeignSetting]) -> Fate:
-        """What becomes of a setting that no rule has read, and the reason."""
+        """The fate of a setting that no rule has read, and the reason."""
         if key.startswith(("$", "`")):
             return Fate("harmless" if key in OWN_ARGUMENTS else "to do", setting.unread)
         if reason := self._matching("never", key):
@@ -170,7 +170,7 @@ def listed_keys(name: str) -> frozenset[str]:
 
 
 def guarded(key: str) -> str | None:
-    """What makes a setting one that is never harmless; None where nothing does."""
+    """The reason why a setting is never harmless; None where there is none."""
     name = key.lower().replace("-", "_")
     table = _toml("guarded")
     if any(re.search("".join(pattern.split()), name) for pattern in table["not"]):
