@@ -1,9 +1,10 @@
 """Agents' sessions by the hundred: requests per second, memory of a session, and time that the session server adds.
 
-`python -m benchmarks.agent_sessions [--sessions N] [--turns N] [--engine-s S] [--dialect D] [--json FILE]` runs the
-session server with an engine that answers after S seconds, and clients in a second process. Each client talks with its
-own session turn after turn, with its whole history, and checks that every answer has the secret of its session. The
-added time of a request is what a client waits beyond S. CPU seconds are the server process's own.
+`python -m benchmarks.agent_sessions [--sessions N] [--turns N] [--engine-s S] [--dialect D] [--json FILE]` serves an
+engine that answers after S seconds, and clients in a second process. Each client talks with its own session turn after
+turn, with its whole history, and checks that every answer has the secret of its session. The same clients first talk
+with the same engine without sessions, over a server that reads JSON and writes JSON. Both rows have the time that a
+client waits beyond S; the difference is added by sessions. CPU seconds are the server process's own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import psutil
+from aiohttp import web
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
@@ -31,7 +34,7 @@ from moe_trm.rollout.agents.dialects.dialect import SessionFacts
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
-from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import SampledTurn, SamplingParams
 from routing import RouteRecord, token_digest
@@ -83,13 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.addresses:
         asyncio.run(talk(Path(args.addresses), args.turns, args.engine_s, args.dialect))
         return 0
-    row = asyncio.run(measure(args.sessions, args.turns, args.engine_s, args.dialect))
-    report(f"{args.sessions} sessions of {args.turns} turns, an engine of {args.engine_s:g} s", [row], args.json)
+    rows = asyncio.run(measure(args.sessions, args.turns, args.engine_s, args.dialect))
+    report(f"{args.sessions} sessions of {args.turns} turns, an engine of {args.engine_s:g} s", rows, args.json)
     return 0
 
 
-async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) -> Row:
-    """Figures of one run."""
+async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) -> list[Row]:
+    """Figures of the engine alone, then of sessions."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = character_tokenizer()
         tokenizer.chat_template = TEMPLATE
@@ -97,36 +100,74 @@ async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) 
         tokens = Tokens(folder)
         params = SamplingParams(max_new_tokens=64, stop_token_ids=tokens.stop_token_ids)
         policy = Policy(DelayedEngine(tokens, engine_s), tokens, AnswerReader(), Limits(turns, 1 << 20))
+        await _first_answer(policy, params)
+        file, options = Path(folder) / "addresses.json", ("--engine-s", str(engine_s), "--dialect", dialect)
+        command = [sys.executable, "-m", "benchmarks.agent_sessions", "--addresses", str(file), "--turns", str(turns)]
+        command += options
+        alone = EngineAlone(policy.engine, tokens, params)
+        await alone.start()
+        addresses = [(alone.url, "none")] * num_sessions
+        row = await _served({"server": "engine alone", "interface": dialect}, command, addresses)
+        await alone.close()
         server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 24)
         await server.start()
         sessions = [LiveSession(policy, params, bare=False) for _ in range(num_sessions)]
-        addresses = [server.open(session) for session in sessions]
-        file = Path(folder) / "addresses.json"
-        file.write_text(json.dumps([(address.base_url, address.api_key) for address in addresses]))
-        await _first_answer(policy, params)
-        _freeze()
-        process = psutil.Process()
-        resident, cpu, begun = process.memory_info().rss, sum(process.cpu_times()[:2]), time.monotonic()
-        command = [sys.executable, "-m", "benchmarks.agent_sessions", "--addresses", str(file), "--turns", str(turns)]
-        clients = await asyncio.create_subprocess_exec(
-            *command, "--engine-s", str(engine_s), "--dialect", dialect, stdout=subprocess.PIPE
-        )
-        output, _ = await clients.communicate()
-        seconds, cpu = time.monotonic() - begun, sum(process.cpu_times()[:2]) - cpu
-        resident = process.memory_info().rss - resident
+        opened = [server.open(session) for session in sessions]
+        addresses = [(address.base_url, address.api_key) for address in opened]
+        rows = [row, await _served({"server": "sessions", "interface": dialect}, command, addresses)]
         await server.close()
+    assert all(len(session.tree.nodes) == turns == len(session.tree.leaves()[0].path()) for session in sessions)
+    return rows
+
+
+async def _served(names: Row, command: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Row:
+    """Figures of one server; `command` starts the clients."""
+    Path(command[command.index("--addresses") + 1]).write_text(json.dumps(addresses))
+    _freeze()
+    process = psutil.Process()
+    resident, cpu, begun = process.memory_info().rss, sum(process.cpu_times()[:2]), time.monotonic()
+    clients = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    output, _ = await clients.communicate()
+    seconds, cpu = time.monotonic() - begun, sum(process.cpu_times()[:2]) - cpu
+    resident = process.memory_info().rss - resident
     assert clients.returncode == 0, "a client failed"
     added = np.array(json.loads(output)) * 1e3
-    assert all(len(session.tree.nodes) == turns == len(session.tree.leaves()[0].path()) for session in sessions)
     return {
-        "interface": dialect,
+        **names,
         "requests": len(added),
         "requests_per_s": round(len(added) / seconds, 1),
         "added_ms_p50": round(float(np.percentile(added, 50)), 1),
         "added_ms_p99": round(float(np.percentile(added, 99)), 1),
         "server_cpu_ms_per_request": round(cpu * 1e3 / len(added), 2),
-        "kib_per_session": round(resident / num_sessions / 1024, 1),
+        "kib_per_session": round(resident / len(addresses) / 1024, 1),
     }
+
+
+class EngineAlone:
+    """The engine over HTTP without sessions: one JSON in, one JSON out."""
+
+    def __init__(self, engine: TurnEngine, tokens: Tokens, params: SamplingParams) -> None:
+        self._engine, self._tokens, self._params = engine, tokens, params
+        self.url = ""
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 24)
+        for dialect in DIALECTS:
+            app.router.add_post(f"/{dialect}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = "http://{}:{}".format(*self._runner.addresses[0])
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        [first, *_] = body.get("messages") or body["input"]
+        turn = await self._engine.turn(self._tokens.encode_plain(f"u:{first['content']}"), self._params)
+        text = self._tokens.decode(turn.tokens.tolist())
+        return web.Response(body=msgspec.json.encode({"content": [{"text": text}]}), content_type="application/json")
 
 
 async def _first_answer(policy: Policy, params: SamplingParams) -> None:

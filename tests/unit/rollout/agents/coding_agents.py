@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_trm.observe.transcripts import Transcripts
 from moe_trm.rollout.agents.command_host import environment_of
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.reader import AnswerReader
+from moe_trm.rollout.agents.rows import session_rows
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.agents.tree import SessionTree
 from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.types import TrainRow
+from tests.unit.observe.made_transcripts import judged
 from tests.unit.rollout.agents import parsers
 from tests.unit.rollout.agents.served import PARAMS, TOKENS, speaker
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
@@ -71,7 +75,10 @@ def solve(
         server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 22)
         await server.start()
         policy = Policy(
-            SpeakingEngine(speaker(*answers)), TOKENS, AnswerReader(parsers.hermes, parsers.think), Limits(40, 200_000)
+            SpeakingEngine(speaker(*answers), masks=True),
+            TOKENS,
+            AnswerReader(parsers.hermes, parsers.think),
+            Limits(40, 200_000),
         )
         session = LiveSession(policy, replace(PARAMS, max_new_tokens=4000), bare=False)
         address = server.open(session)
@@ -112,5 +119,20 @@ def check(solved: Solved, dialect: str) -> None:
     """The whole conversation is in the tree, over one interface, and every number of it is right."""
     assert solved.tree.nodes, solved.output[-3000:]
     assert {node.dialect for node in solved.tree.nodes} == {dialect}
+    assert all(node.turn.sampling_mask is not None for node in solved.tree.nodes)
     for leaf in solved.tree.leaves():
         check_record(leaf)
+
+
+def transcript(tree: SessionTree, folder: Path) -> tuple[str, str]:
+    """The session as a run of its own reports it: the text and the page."""
+    rows = session_rows(
+        tree, "last", prompt_id="shop", sample_id=0, group_id=0, keep_changed=False, finish_reason="stop"
+    )
+    row = TrainRow(replace(rows.sample, routes=None, sampling_mask=None))
+    _, evidence, correction = judged([row])
+    sink = Transcripts(folder, "nowhere", every=1, rollouts=1, decoder=TOKENS)
+    sink.judged([row], evidence, correction)
+    sink.write(1, {})
+    path = folder / "transcripts" / "step-000001"
+    return path.with_suffix(".txt").read_text(encoding="utf-8"), path.with_suffix(".html").read_text(encoding="utf-8")

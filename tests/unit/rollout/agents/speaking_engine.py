@@ -1,4 +1,4 @@
-"""An engine that says what a test wants, with routes, log-probs and versions that are functions of the ids before."""
+"""An engine that says what a test wants; its routes, log-probs, masks and versions are functions of the ids before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SampledTurn, SamplingParams
 from routing import RouteRecord, token_digest
@@ -30,8 +31,25 @@ def logprob(prefix: Sequence[int]) -> float:
     return -0.01 - digest(prefix)[5] / 100
 
 
+def kept(prefix: Sequence[int], token: int) -> list[int]:
+    """Ids that `token` was drawn from behind `prefix`, in ascending order."""
+    return sorted({token, *digest(prefix)[6:8]})
+
+
+def mask_of(context: Sequence[int], sampled: Sequence[int]) -> SamplingMask:
+    ids = [*context, *sampled]
+    rows = [kept(ids[: len(context) + place], token) for place, token in enumerate(sampled)]
+    return SamplingMask(np.concatenate(rows).astype(np.int32), np.cumsum([0, *map(len, rows)]))
+
+
 def turn_of(
-    context: Sequence[int], sampled: Sequence[int], *, start: int = 0, version: int = 0, reason: str = "stop"
+    context: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    start: int = 0,
+    version: int = 0,
+    reason: str = "stop",
+    masks: bool = False,
 ) -> SampledTurn:
     """The record of `sampled` behind `context`, with routes from row `start` on."""
     ids = [*context, *sampled]
@@ -43,7 +61,7 @@ def turn_of(
         full_logprobs=logprobs,
         versions=np.full(len(sampled), version, np.int32),
         routes=RouteRecord(rows.reshape(-1, len(LAYERS), 2), LAYERS, 8, token_digest(np.array(ids, np.int32))),
-        sampling_mask=None,
+        sampling_mask=mask_of(context, sampled) if masks else None,
         finish_reason=reason,
     )
 
@@ -54,13 +72,17 @@ class SpeakingEngine(StandInEngine):
     Args:
         speak: the ids of the answer to a context.
         decode: the text of ids, where stop texts are looked for.
+        masks: record what each token was drawn from.
     """
 
     def __init__(
         self,
         speak: Callable[[Sequence[int]], Sequence[int]],
         decode: Callable[[Sequence[int]], str] | None = None,
+        *,
+        masks: bool = False,
     ) -> None:
+        self._masks = masks
         self.speak, self.decode, self.version = speak, decode, 0
         self.asked: list[SamplingParams] = []
         self.wait = asyncio.Event()
@@ -77,7 +99,7 @@ class SpeakingEngine(StandInEngine):
         said = said[: min(ends) + 1] if ends else said
         cut = said[: params.max_new_tokens]
         reason = "stop" if ends and len(cut) == min(ends) + 1 else "length"
-        return turn_of(context, cut, start=start, version=self.version, reason=reason)
+        return turn_of(context, cut, start=start, version=self.version, reason=reason, masks=self._masks)
 
     def _ends_of_texts(self, said: Sequence[int], texts: Sequence[str]) -> list[int]:
         """The first place up to which the text has one of `texts`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rollout.agents.coding_agents import REPAIR, TASK, TESTS, Solved, call, check, solve
+from tests.unit.rollout.agents.coding_agents import REPAIR, TASK, TESTS, Solved, call, check, solve, transcript
 from tests.unit.rollout.agents.test_example_agents import fresh_environment
 
 REQUIREMENTS = ("mini-swe-agent==2.4.6",)
@@ -65,7 +65,7 @@ def test_mini_swe_agent_over_every_interface(mini: Path, tmp_path: Path, dialect
     last = f"Done.{call('bash', command='echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT')}"
     said = answers("bash", "command", right=right, last=last)
     solved = solve(command, said, tmp_path, SETTINGS | {"MSWEA_GLOBAL_CONFIG_DIR": home})
-    check_whole(solved, dialect, right=right)
+    check_whole(solved, dialect, tmp_path, right=right)
 
 
 @pytest.mark.slow
@@ -78,14 +78,20 @@ def test_codex_over_a_stream_of_responses(codex: Path, tmp_path: Path) -> None:
     (tmp_path / "settings").mkdir()
     said = answers("exec_command", "cmd", right=True, last="The test passes.")
     solved = solve(command, said, tmp_path, {"CODEX_HOME": str(tmp_path / "settings")})
-    check_whole(solved, "responses", right=True)
+    check_whole(solved, "responses", tmp_path, right=True)
 
 
-def check_whole(solved: Solved, dialect: str, *, right: bool) -> None:
-    """The task is solved or not as the policy's answers are, in one branch without a cut."""
+def check_whole(solved: Solved, dialect: str, folder: Path, *, right: bool) -> None:
+    """The task is solved or not as the policy's answers are, in one branch without a cut, and the report has it."""
     check(solved, dialect)
     assert solved.status == 0, solved.output[-3000:]
     assert solved.passes is right
     [leaf] = solved.tree.leaves()
     assert len(leaf.path()) == len(solved.tree.nodes) == 4
     assert [node.context.cut for node in leaf.path()] == [""] * 4
+    text, page = transcript(solved.tree, folder)
+    assert TASK in text
+    assert "return sum(-PRICES[name] for name in names)" in text, "the output of the agent's first command"
+    assert [f"answer {place}" in text for place in range(5)] == [True] * 4 + [False]
+    assert text.count(f"over {dialect}") == 4
+    assert page.count(f'data-dialect="{dialect}"') == 4

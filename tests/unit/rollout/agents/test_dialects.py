@@ -11,6 +11,7 @@ import pytest
 
 from moe_trm.rollout.agents.live_session import LiveSession
 from moe_trm.rollout.agents.tree import SessionTree
+from moe_trm.rollout.sessions.dialogue import Limits
 from tests.unit.rollout.agents.dialect_clients import CLIENTS, DialectClient, History
 from tests.unit.rollout.agents.served import PARAMS, TOKENS, TOOL, Served, serving, speaker, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
@@ -37,11 +38,13 @@ def tree_of(tree: SessionTree) -> Tree:
     ]
 
 
-def tree_in(name: str, speak: Callable[[Sequence[int]], list[int]], talk: Talk, *, streams: bool) -> SessionTree:
+def tree_in(
+    name: str, speak: Callable[[Sequence[int]], list[int]], talk: Talk, *, streams: bool, limits: Limits | None = None
+) -> SessionTree:
     """The tree of `talk` in one dialect; every branch is a record whose numbers are right."""
 
     async def go() -> SessionTree:
-        async with serving(SpeakingEngine(speak)) as served:
+        async with serving(SpeakingEngine(speak, masks=True), limits) as served:
             session = LiveSession(served.session._policy, PARAMS, bare=False)
             address = served.server.open(session)
             client = CLIENTS[name](address.base_url, address.api_key, streams=streams)
@@ -200,3 +203,20 @@ def test_reasoning_tokens_are_those_up_to_its_end() -> None:
         assert "".join(pieces[: details["reasoning_tokens"]]) == "<think>hm"
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("name", ["chat", "messages", "responses"])
+def test_a_hundred_turns_are_one_branch_and_a_compaction_begins_another(name: str) -> None:
+    """As a coding agent does whose context is full: it goes on from a summary."""
+
+    async def talk(client: DialectClient) -> None:
+        history: History = [user("begin")]
+        for _ in range(100):
+            history += [await client.say(history), user("on")]
+        history[1:-1] = [{"role": "assistant", "content": "a summary of 100 answers"}]
+        for _ in range(3):
+            history += [await client.say(history), user("on")]
+
+    tree = tree_in(name, speaker("ok"), talk, streams=False, limits=Limits(200, 20_000))
+    assert [len(leaf.path()) for leaf in tree.leaves()] == [100, 3]
+    assert not any(node.context.cut for node in tree.nodes)

@@ -16,12 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
+from moe_trm.config.schema import TaskConfig
+from moe_trm.models.tiny.checkpoint import make_checkpoint
 from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.agents.tree import SessionTree
 from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.tasks.build import build_task
+from tests.unit.conftest import SMALL
 from tests.unit.rollout.agents.served import PARAMS, TOKENS
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_tree import check_record
@@ -127,7 +131,10 @@ def test_what_a_policy_does_costs_its_own_sample_only() -> None:
     check(samples([*DEEDS], 6, ["--seconds", "15"]), [*DEEDS])
 
 
-def test_the_rows_fail_before_they_are_repaired() -> None:
+def test_the_rows_fail_before_they_are_repaired(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, seed=0, shape=SMALL)
+    files = {"prompts": f"{EXAMPLE}/repairs.jsonl", "eval_prompts": f"{EXAMPLE}/heldout.jsonl"}
+    build_task(TaskConfig.model_validate({"name": "jsonl", **files}), str(tmp_path), 0)
     for name in ("repairs.jsonl", "heldout.jsonl"):
         for line in (EXAMPLE / name).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)

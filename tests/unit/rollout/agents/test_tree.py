@@ -15,7 +15,7 @@ from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.template import ChatTemplate, TemplateOptions
 from moe_trm.rollout.agents.tree import Node, SessionTree, conversation_of
 from moe_trm.rollout.agents.turn_boundary import TextAnswer
-from tests.unit.rollout.agents.speaking_engine import logprob, route_row, turn_of
+from tests.unit.rollout.agents.speaking_engine import kept, logprob, route_row, turn_of
 from tests.unit.rollout.agents.talks import Talk
 from tests.unit.rollout.agents.templates import TEMPLATES, tokens_of
 
@@ -38,6 +38,10 @@ def check_record(leaf: Node) -> None:
     assert record.routes is not None
     record.routes.check_tokens(record.tokens, record.origin)
     assert np.array_equal(record.routes.experts, [route_row(ids[: row + 1]) for row in range(len(ids) - 1)])
+    if leaf.turn.sampling_mask is not None:
+        assert record.sampling_mask is not None
+        rows = np.split(record.sampling_mask.ids, record.sampling_mask.offsets[1:-1])
+        assert [row.tolist() for row in rows] == [kept(ids[:place], ids[place]) for place in places]
 
 
 @settings(max_examples=80)
