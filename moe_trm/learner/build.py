@@ -21,3 +21,12 @@ def build_learner(config: Config) -> Learner:
     from moe_trm.learner.megatron.build import build_megatron_learner
 
     return build_megatron_learner(config)
+
+
+def close_learner(backend: str) -> None:
+    """Tear down the groups of the learner that was built, so that another can be built in this process."""
+    if backend == "deepspeed":
+        from moe_trm.learner.deepspeed.build import close_learner as close
+    else:
+        from moe_trm.learner.megatron.build import close_learner as close
+    close()

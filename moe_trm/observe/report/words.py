@@ -14,6 +14,7 @@ from moe_trm.observe.report.conclusion import configurations, differences, sente
 from moe_trm.observe.report.html import number, section, table, text
 from moe_trm.observe.report.scale import short
 from moe_trm.observe.report.summary import ProofCheck, Saying, checks, sayings
+from moe_trm.run_folder.growth import grows_because
 from moe_trm.run_folder.run import Run
 from moe_trm.run_folder.run_end import outcome
 
@@ -61,13 +62,15 @@ def _methods(config: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_now(run: Run, *, many: bool) -> str:
-    """The latest verdict and its advice."""
+    """The latest verdict and its advice, and why the mismatch grew, where that was examined."""
     entries = sayings(run)
     if not entries:
         return ""
     latest = entries[-1]
     run_label = f"{escape(run.name)}: " if many else ""
     advice = f"<p>Try <code>{escape(latest.setting)}</code></p>" if latest.setting else ""
+    growth = grows_because(run.folder)
+    advice += f"<p>{escape(growth)}</p>" if growth else ""
     head = (
         "Nothing to change" if latest.state == "good" else "Look at this" if latest.state == "bad" else "No fault found"
     )

@@ -1,4 +1,7 @@
-"""`moe-trm doctor CONFIG`: whether this run will work, before it is started; each line passes or says what to do."""
+"""`moe-trm doctor CONFIG`: whether this run will work, before it is started; each line passes or says what to do.
+
+`moe-trm doctor RUN --grown STEP STEP`: why the mismatch of a run grew between two of its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ from pathlib import Path
 from launch.start.checks import Check
 from launch.start.preflight import load_here, smallest_world
 from moe_trm.config import load
+from moe_trm.run_folder.growth import GROWTH_FILE
 from moe_trm.runtime.private import Scratch
 from moe_trm.tools.doctor.examine import Examination, examine
 from moe_trm.tools.doctor.rehearsal import described
+from moe_trm.tools.growth.examine import examine_growth
 
 SIGNS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `moe-trm doctor`."""
-    parser.add_argument("config", help="YAML configuration")
+    parser.add_argument("config", help="YAML configuration; with --grown the folder of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every check and figure here")
     parser.add_argument("--no-probe", action="store_true", help="a rehearsal: what needs neither engine nor GPU")
@@ -30,10 +35,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="in place of the probe, name the first layer and operation in which the two engines differ",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the probe's run and recording here")
+    parser.add_argument(
+        "--grown",
+        type=int,
+        nargs=2,
+        metavar="STEP",
+        help="of a run that recorded a bundle: why its mismatch grew between these two checkpoints",
+    )
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="with --grown: texts of each step")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing failed, 1 otherwise."""
+    if args.grown is not None:
+        return grown(args)
     started, overrides, absent = time.perf_counter(), [*args.overrides], ""
     with Scratch() as scratch:
         checkpoint = load(args.config, overrides).model.checkpoint
@@ -61,6 +76,18 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(as_data(examination), indent=2) + "\n", encoding="utf-8")
     return 0 if examination.healthy else 1
+
+
+def grown(args: argparse.Namespace) -> int:
+    """Print why the mismatch grew, and leave it in the run's folder for its report. 0: a cause is no failure."""
+    with Scratch() as scratch:
+        growth = examine_growth(Path(args.config), tuple(args.grown), args.rows, scratch)
+    for check in growth.checks:
+        tell(check)
+    text = json.dumps(asdict(growth), indent=2) + "\n"
+    for path in (Path(args.config) / GROWTH_FILE, *([args.json] if args.json else [])):
+        path.write_text(text, encoding="utf-8")
+    return 0
 
 
 def tell(check: Check) -> None:
