@@ -77,7 +77,7 @@ def answer(context: int, sampled: int) -> bytes:
         "weight_versions": [{"version": "0", "start": 0, "end": sampled}],
         "routed_experts": base64.b64encode(experts.tobytes()).decode(),
     }
-    return orjson.dumps({"output_ids": output, "meta_info": meta})
+    return orjson.dumps({"output_ids": output, "prompt_token_ids": list(range(context)), "meta_info": meta})
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def write_answer(path: Path, length: int) -> None:
         "weight_versions": [{"version": "0", "start": 0, "end": sampled}],
         "routed_experts": base64.b64encode(routes.astype("<i4").tobytes()).decode(),
     }
-    path.write_text(json.dumps({"output_ids": [2] * sampled, "meta_info": meta}))
+    path.write_text(json.dumps({"output_ids": [2] * sampled, "prompt_token_ids": [1], "meta_info": meta}))
 
 
 def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int) -> None:

@@ -129,6 +129,8 @@ class RolloutRecord:
             where the sample is no session.
         baseline: reward of the greedy answer to the same prompt; None where none was asked for.
         teacher_logprobs: `[S]` float32, log-prob of each sampled token under `kl.teacher`; None without a teacher.
+        server: place among the run's servers of the one that sampled all of it; None: several did, the run has one
+            alone, or a router chose.
     """
 
     sample_id: int
@@ -150,6 +152,7 @@ class RolloutRecord:
     session: tuple[SessionTurn, ...] = ()
     baseline: float | None = None
     teacher_logprobs: np.ndarray | None = None
+    server: int | None = None
 
     @property
     def rows(self) -> tuple[RolloutRecord, ...]:
@@ -217,6 +220,7 @@ class SampledTurn:
         recomputed: number of leading sampled tokens whose routes the engine may have recomputed: all before the last
             version of an answer that was not interrupted, and all but the last of one that was retracted.
         retracted: the engine computed routes again under unchanged weights, for want of memory.
+        server: as in `RolloutRecord`.
     """
 
     tokens: np.ndarray
@@ -228,6 +232,7 @@ class SampledTurn:
     finish_reason: str
     recomputed: int = 0
     retracted: bool = False
+    server: int | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -325,6 +330,8 @@ class TokenBatch:
             rows; empty in batches that are made of no records.
         sampled_by: the oldest and the newest weight version that sampled each row, on the host; -1 on padding rows,
             empty in batches that are made of no records.
+        servers: `RolloutRecord.server` of each row, on the host; -1 where it is None and on padding rows, empty in
+            batches that are made of no records.
         prompts: forwarded tokens of each row up to the one whose target is its first scored token; on the host.
         rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on
             padding rows. None in batches that are only scored.
@@ -357,6 +364,7 @@ class TokenBatch:
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
     sampled_by: tuple[tuple[int, int], ...] = ()
+    servers: tuple[int, ...] = ()
     prompts: tuple[int, ...] = ()
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None

@@ -72,6 +72,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         kept_logprobs=kept_logprobs,
         origins=tuple(row.record.origin for row in rows) or (None,),
         sampled_by=tuple(_versions(record) for record in records) or ((-1, -1),),
+        servers=tuple(-1 if record.server is None else record.server for record in records) or (-1,),
         prompts=tuple((mask.argmax(1) + 1).tolist()),
         sample_ids=tuple(row.record.row_id for row in rows) or (-1,),
         sample_tokens=_sample_tokens(rows),

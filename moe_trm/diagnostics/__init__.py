@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_trm.diagnostics.by_turn import by_age, by_place, by_turn
+from moe_trm.diagnostics.by_turn import by_age, by_place, by_server, by_turn
 from moe_trm.diagnostics.certificate import certificate_estimate, divergences
 from moe_trm.diagnostics.mismatch import metrics
 from moe_trm.diagnostics.strata import acceptance
@@ -14,6 +14,7 @@ __all__ = [
     "add",
     "by_age",
     "by_place",
+    "by_server",
     "by_turn",
     "certificate_estimate",
     "divergences",

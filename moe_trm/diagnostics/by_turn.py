@@ -1,18 +1,20 @@
-"""Mismatch by class of token: whether it grows along a conversation or an answer, and which versions carry it.
+"""Mismatch by class of token: whether it grows along a conversation or an answer, and which versions or servers
+carry it.
 
 Shape letters: B sequences, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.diagnostics.strata import LENGTH_EDGES
 from moe_trm.methods import summable
-from moe_trm.methods.limits import LAST_AGE, LAST_TURN
+from moe_trm.methods.limits import LAST_AGE, LAST_SERVER, LAST_TURN
 from moe_trm.ratios import clamp_log_ratio
 
 
@@ -52,6 +54,16 @@ def by_age(evidence: Evidence, version: int) -> summable.Summable:
     ages = version - evidence.versions
     masks = {str(age): ages == age for age in range(LAST_AGE + 1)}
     return _k3_of("ages", evidence, masks | {f"{LAST_AGE + 1}_up": ages > LAST_AGE})
+
+
+def by_server(evidence: Evidence, servers: Sequence[int]) -> summable.Summable:
+    """`servers/engine_k3/<place>`: the same by the place of the server among those of the run, of each row.
+
+    The last server with a figure of its own is 15. Rows of no known server, -1, have none.
+    """
+    servers_B1 = torch.tensor(servers, device=evidence.mask.device)[:, None].expand_as(evidence.mask)
+    masks = {str(place): servers_B1 == place for place in range(LAST_SERVER + 1)}
+    return _k3_of("servers", evidence, masks | {f"{LAST_SERVER + 1}_up": servers_B1 > LAST_SERVER})
 
 
 def _k3_of(kind: str, evidence: Evidence, masks: Mapping[str, Tensor]) -> summable.Summable:

@@ -21,6 +21,8 @@ LAST_TURN = 7
 """The last turn with a figure of its own; those after it share one."""
 LAST_AGE = 7
 """The last age in versions with a figure of its own."""
+LAST_SERVER = 15
+"""The last of a run's servers with a figure of its own, the first being 0."""
 FAR_AHEAD = 4
 """Versions of lag at which uncorrected training was seen to collapse."""
 

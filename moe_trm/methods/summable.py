@@ -70,11 +70,6 @@ def maximum(name: str, values: Tensor) -> Summable:
     return {f"{name}:max": highest(values)}
 
 
-def minimum(name: str, values: Tensor) -> Summable:
-    """The smallest of `values`; finished into nothing when there is none. NaN wins."""
-    return {f"{name}:min": lowest(values)}
-
-
 def highest(values: Tensor) -> Tensor:
     """The largest of `values` as a 0-d float64, -infinity when there is none."""
     values = values.detach()

@@ -90,6 +90,7 @@ class RecordTable(msgspec.Struct, frozen=True):
     session: list[tuple[SessionTurn, ...]]
     baseline: list[float | None]
     teacher_logprobs: Some[Arrays]
+    server: list[int | None]
 
 
 class RowTable(msgspec.Struct, frozen=True):

@@ -165,12 +165,12 @@ class ServerEngine:
         """The checked answer to one request."""
         try:
             async with self._slots:
-                body = await self._fleet.ask(self._backend.request(question))
+                body, server = await self._fleet.ask(self._backend.request(question))
         except AnswerTooLong as error:
             raise RecordRejected(
                 "too_long", error.what, where=error.where, got=error.got, expected=error.expected
             ) from error
-        return self._backend.parse(body, question, self._model)
+        return replace(self._backend.parse(body, question, self._model), server=server)
 
     def question(
         self, token_ids: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False

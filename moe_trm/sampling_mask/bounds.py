@@ -25,6 +25,8 @@ TOLERANCE = 0.25
 """Log-odds that are tolerated in any case: 0.013 of mass at top_p = 0.95, 0.05 at 0.8."""
 QUANTILE, TIMES, TIMES_LARGEST = 0.99, 8.0, 2.0
 """The tolerance is `TIMES` this quantile of the absolute log-ratios, and at least `TIMES_LARGEST` their largest."""
+MANY = 12
+"""Log-ratios that show the size of the error; the tolerance of n fewer ones is `MANY` / n times as large."""
 NEARLY_ONE = 1 - 1e-4
 """Mass of a set that nothing cuts: ids whose probability is 0 in the engine's arithmetic are not kept."""
 
@@ -91,4 +93,5 @@ def tolerated(log_ratios_N: Tensor) -> float:
         return TOLERANCE
     size = log_ratios_N.detach().abs().double().sort().values
     usual = float(size[math.floor(QUANTILE * (len(size) - 1))])
-    return max(TOLERANCE, TIMES * usual, TIMES_LARGEST * float(size[-1]))
+    measured = max(TOLERANCE, TIMES * usual, TIMES_LARGEST * float(size[-1]))
+    return measured * max(1.0, MANY / len(size))

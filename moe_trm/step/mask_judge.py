@@ -30,12 +30,13 @@ class MaskJudge:
     def __init__(self, bounds: SamplerBounds) -> None:
         self._bounds = bounds
         self._refused_rows: dict[int, bool] = {}
-        self._lowest: list[float] = []
+        self._lowest_of_rows: dict[int, float] = {}
 
     def observe(self, batch: TokenBatch, scores: Scores, version: int) -> None:
         """Judge the rows that the weights of `version` alone sampled, from their scores under these weights.
 
-        Scores without the masses of kept sets judge nothing.
+        Each row is judged by itself, so nothing depends on what else is in its micro-batch. Scores without the masses
+        of kept sets judge nothing.
         """
         fresh = [oldest == version == newest for oldest, newest in batch.sampled_by]
         if scores.log_kept_mass is None or scores.log_kept_least is None or not any(fresh):
@@ -44,11 +45,14 @@ class MaskJudge:
         mask = batch.mask & torch.tensor(fresh, device=batch.mask.device)[:, None]
         log_ratios = (scores.logprobs.detach() - batch.rollout_logprobs)[mask]
         sizes = batch.kept_offsets.diff().to(mask.device)[mask[batch.mask]]
-        judged = self._bounds.judge(sizes, scores.log_kept_mass[mask], scores.log_kept_least[mask], log_ratios)
-        wrong_rows = torch.zeros_like(mask).masked_scatter(mask, judged.wrong).any(1).tolist()
-        rows = zip(batch.sample_ids, fresh, wrong_rows, strict=True)
-        self._refused_rows |= {row: wrong for row, is_fresh, wrong in rows if is_fresh}
-        self._lowest.append(judged.lowest)
+        figures = (sizes, scores.log_kept_mass[mask], scores.log_kept_least[mask], log_ratios)
+        lengths = mask.sum(1).tolist()
+        of_rows = zip(*(torch.split(values.cpu(), lengths) for values in figures), strict=True)
+        for row, is_fresh, of_row in zip(batch.sample_ids, fresh, of_rows, strict=True):
+            if is_fresh:
+                judged = self._bounds.judge(*of_row)
+                self._refused_rows[row] = bool(judged.wrong.any())
+                self._lowest_of_rows[row] = judged.lowest
 
     def measured(self, batch: TokenBatch) -> tuple[Tensor, summable.Summable]:
         """`[B]` bool, the rows with a set that the settings do not allow, and metrics of what was judged."""
@@ -58,16 +62,20 @@ class MaskJudge:
             torch.tensor(values, device=batch.mask.device)
             for values in ([verdict is not None for verdict in verdicts], [bool(verdict) for verdict in verdicts])
         )
-        lowest = torch.tensor(self._lowest, dtype=torch.float64, device=batch.mask.device)
+        lowest = torch.tensor(
+            [self._lowest_of_rows.get(row, 0.0) for row in batch.sample_ids],
+            dtype=torch.float64,
+            device=batch.mask.device,
+        )
         return refused, {
             **summable.fraction("sampling_mask/refused_fraction", refused, has_tokens),
             **summable.fraction("sampling_mask/judged_fraction", judged, has_tokens),
-            **summable.minimum("sampling_mask/lowest_allowed", lowest),
+            **summable.mean("sampling_mask/lowest_allowed", lowest, judged),
         }
 
     def end_step(self) -> None:
         """Forget the rows of the step."""
-        self._refused_rows, self._lowest = {}, []
+        self._refused_rows, self._lowest_of_rows = {}, {}
 
 
 def check_refused(metrics: Mapping[str, float], num_samples: int) -> None:

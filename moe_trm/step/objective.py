@@ -60,6 +60,7 @@ class Objective:
         self._sinks, self._seed = sinks, config.seed
         self._has_turns, self._masks = config.rollout.has_turns, masks
         self._ages = bool(config.pipeline.staleness_limit)
+        self._has_servers = len(config.rollout.addresses) > 1
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
@@ -171,6 +172,7 @@ class Objective:
                     **(diagnostics.by_turn(evidence) if self._has_turns else {}),
                     **diagnostics.by_place(evidence),
                     **(diagnostics.by_age(evidence, part.version) if self._ages else {}),
+                    **(diagnostics.by_server(evidence, batch.servers) if self._has_servers else {}),
                     **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored, repeats=learner.repeats_passes),
                 }

@@ -206,8 +206,7 @@ def test_packs_of_stale_samples_some_of_them_dropped_train_as_padded_rows(
         runs[layout] = timeless(metrics_of(folder / "runs" / layout)[1:])
     for padded, packed in zip(runs["padded"], runs["packed"], strict=True):
         assert packed["batch/padding_fraction"] == 0.0 < padded["batch/padding_fraction"]
-        # The lowest mass that masks are allowed is judged by micro-batch.
-        same = {key for key in padded if not key.startswith((*TIMING, "batch/", "sampling_mask/lowest_allowed"))}
+        same = {key for key in padded if not key.startswith((*TIMING, "batch/"))}
         assert same <= packed.keys()
         for key in same:
             if isinstance(padded[key], str) or key.endswith("kept_fraction"):

@@ -191,7 +191,8 @@ def _measured() -> Iterator[str]:
     yield from (key.partition(":")[0] for key in diagnostics.acceptance(evidence, correction))
     for one in (evidence, _example(split=False)):
         yield from summable.finalize(diagnostics.metrics(one))
-        for figures in (diagnostics.by_turn(one), diagnostics.by_place(one), diagnostics.by_age(one, 0)):
+        by_server = diagnostics.by_server(one, (0,) * ROWS)
+        for figures in (diagnostics.by_turn(one), diagnostics.by_place(one), diagnostics.by_age(one, 0), by_server):
             yield from (key.partition(":")[0] for key in figures)
     inputs = _inputs(evidence)
     for loss in map(losses.get, losses.names()):

@@ -40,7 +40,7 @@ WATCHED: Mapping[str, tuple[str, float]] = MappingProxyType(
     }
 )
 """Figures that are compared: in words, and the least value that is worth a sentence."""
-WORDS: Mapping[str, str] = MappingProxyType({"turns": "turn", "places": "tokens", "ages": "age"})
+WORDS: Mapping[str, str] = MappingProxyType({"servers": "server", "turns": "turn", "places": "tokens", "ages": "age"})
 CLASSES = tuple(f"{kind}/engine_k3/*" for kind in WORDS)
 
 
@@ -160,6 +160,8 @@ def _class(name: str, seen: Seen) -> str:
     """A class of tokens in words; an age with its version label, where steps have numbers."""
     kind, _, number = name.split("/")
     words = f"{WORDS[kind]} {number.replace('_up', ' and more').replace('_', ' to ')}"
+    if kind == "servers":
+        return f"{words} (the first of rollout.urls is 0)"
     version = seen.get("weights/version")
     if kind != "ages" or not number.isdigit() or version is None:
         return words

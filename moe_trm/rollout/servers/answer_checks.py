@@ -13,6 +13,25 @@ POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
 
 
+def check_prompt(prompt_ids: Sequence[int] | None, context: Sequence[int]) -> None:
+    """Refuse an answer to other ids than were asked, whatever lies between engine and run.
+
+    Raises `RecordRejected` (`prompt_length`, `other_prompt`).
+    """
+    if prompt_ids is not None and len(prompt_ids) != len(context):
+        raise RecordRejected(
+            "prompt_length", "the engine saw another prompt", got=len(prompt_ids), expected=f"{len(context)} tokens"
+        )
+    if prompt_ids is None or list(prompt_ids) != list(context):
+        raise RecordRejected(
+            "other_prompt",
+            "this is the answer to another prompt",
+            got=None if prompt_ids is None else list(prompt_ids[:8]),
+            expected=f"the ids that were asked, from {list(context[:8])}",
+            fix="Look for a router, proxy or cache that hands on the answers of other requests, or drops fields.",
+        )
+
+
 def sampled_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """`[S]` int32. Raises `RecordRejected` (`empty_output`, `token_range`)."""
     if not ids:

@@ -41,6 +41,7 @@ def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:
         routes=routes,
         sampling_mask=join(masks) if masks else None,
         recomputed=recomputed,
+        server=first.server if first.server == second.server else None,
         retracted=first.retracted or second.retracted,
     )
 

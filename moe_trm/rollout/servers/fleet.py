@@ -103,8 +103,10 @@ class Fleet:
         for server in self.servers:
             await server.close()
 
-    async def ask(self, request: Mapping[str, object]) -> bytes:
-        """The body of an answer to `request` by a server with the newest weights.
+    async def ask(self, request: Mapping[str, object]) -> tuple[bytes, int | None]:
+        """The body of an answer to `request` by a server with the newest weights, and the place of that server.
+
+        It is None behind a router, and where there is one server only.
 
         Raises:
             RecordRejected: `engine_failed`, when servers that are well fail on this request again and again; `refused`,
@@ -124,7 +126,8 @@ class Fleet:
                 lost = error
             else:
                 self._answers = True
-                return body
+                alone = self._router is not None or len(self.servers) == 1
+                return body, None if alone else self.servers.index(server)
             slow += isinstance(lost, EngineSlow) and not server.fenced
             if slow > SLOW_REISSUES:
                 break

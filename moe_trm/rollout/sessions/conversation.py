@@ -100,6 +100,7 @@ class Conversation:
         length = len(self._sampled) - self._sampled[::-1].index(True)
         trained_turns = [turn for turn, trained in zip(self._turns, self._trained, strict=True) if trained]
         masks = [turn.sampling_mask for turn in trained_turns if turn.sampling_mask is not None]
+        servers = {turn.server for turn in trained_turns}
         record = RolloutRecord(
             sample_id=sample_id,
             group_id=group_id,
@@ -114,6 +115,7 @@ class Conversation:
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
             row=row,
+            server=servers.pop() if len(servers) == 1 else None,
         )
         return record.bound()
 

@@ -117,10 +117,12 @@ class ServerCheck:
         request = generate_request(Question((0, 0), params, self._requested, start=1))
         body = await router.request("POST", "/generate", request)
         try:
-            meta = decode_answer(body).meta_info
+            answer = decode_answer(body)
         except RecordRejected as rejection:
             raise _dropped(router, f"an answer of another kind: {rejection.got}") from rejection
+        meta, recorded = answer.meta_info, self._requested.routes or self._requested.mask
         got = {
+            "prompt ids": recorded and answer.prompt_token_ids != [0, 0],
             "routes": self._requested.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row(meta),
             "sampling masks": self._requested.mask and not meta.output_token_sampling_logprobs,
         }

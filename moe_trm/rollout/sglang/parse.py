@@ -6,7 +6,7 @@ Shape letters: T tokens, S of them sampled in this answer and the others its con
 
 Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
 
-- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `token_range`
+- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `other_prompt`, `token_range`
 - `logprob_count`, `logprob_ids`, `logprob_value` (not finite, or positive)
 - `version_missing`, `version_unknown`, `mask_missing`, `route_missing`, `retraction_unknown`
 """
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids
+from moe_trm.rollout.servers.answer_checks import check_prompt, checked_logprobs, over_support, sampled_ids
 from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -76,6 +76,7 @@ class Answer(msgspec.Struct):
 
     output_ids: list[Int32]
     meta_info: MetaInfo
+    prompt_token_ids: list[Int32] | None = None
 
 
 def parse_turn(
@@ -93,7 +94,7 @@ def parse_turn(
     """
     answer = decode_answer(body)
     finish_reason = _finish_reason(answer, partial=requested.partial)
-    output_S = _output_ids(answer, len(context), model)
+    output_S = _output_ids(answer, context, model, requested)
     full_S = _full_logprobs(answer)
     mask, rollout_S = None, full_S
     if requested.mask:
@@ -140,14 +141,14 @@ def _finish_reason(answer: Answer, *, partial: bool) -> str:
     return reason.type
 
 
-def _output_ids(answer: Answer, context_length: int, model: ServedModel) -> np.ndarray:
-    if answer.meta_info.prompt_tokens != context_length:
+def _output_ids(answer: Answer, context: Sequence[int], model: ServedModel, requested: RequestedFields) -> np.ndarray:
+    if answer.meta_info.prompt_tokens != len(context):
         raise RecordRejected(
-            "prompt_length",
-            "the engine saw another prompt",
-            got=answer.meta_info.prompt_tokens,
-            expected=context_length,
+            "prompt_length", "the engine saw another prompt", got=answer.meta_info.prompt_tokens, expected=len(context)
         )
+    # A router that drops this field drops routes and masks as well, and is refused where they are asked for.
+    if answer.prompt_token_ids is not None or requested.routes or requested.mask:
+        check_prompt(answer.prompt_token_ids, context)
     return sampled_ids(answer.output_ids, model.vocab_size)
 
 

@@ -26,6 +26,7 @@ def generate_request(question: Question) -> dict[str, object]:
         "input_ids": list(question.context),
         "sampling_params": sampling,
         "return_logprob": True,
+        "return_prompt_token_ids": True,
     }
     if params.stop_texts:
         # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.

@@ -1,13 +1,13 @@
 """Parser of vLLM's `/inference/v1/generate`: one JSON answer -> one `SampledTurn`, or the reason of rejection.
 
-No connection, no state. `weight_version` is of `packages/vllm_worker`: the answer has one version, because weights are
-loaded while nothing is sampled.
+No connection, no state. `weight_version` and `prompt_token_ids` are of `packages/vllm_worker`: the answer has one
+version, because weights are loaded while nothing is sampled.
 
 Shape letters: T tokens, S of them sampled in this answer, M kept ids in all.
 
 Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
 
-- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `token_range`
+- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `other_prompt`, `token_range`
 - `logprob_count`, `logprob_ids`, `logprob_value` (none, not finite, or positive)
 - `version_unknown`, `mask_missing`, `clipped` (vLLM ends an answer without a word where the context is full)
 """
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.answer_checks import checked_logprobs, over_support, sampled_ids
+from moe_trm.rollout.servers.answer_checks import check_prompt, checked_logprobs, over_support, sampled_ids
 from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -82,6 +82,7 @@ class VllmAnswer(msgspec.Struct):
     choices: list[VllmChoice]
     usage: TokenCounts
     weight_version: str
+    prompt_token_ids: list[Int32]
 
 
 def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
@@ -101,6 +102,7 @@ def parse_turn(body: bytes | memoryview, question: Question, model: ServedModel)
             got=answer.usage.prompt_tokens,
             expected=len(question.context),
         )
+    check_prompt(answer.prompt_token_ids, question.context)
     output_S = sampled_ids(choice.token_ids, model.vocab_size)
     if finish_reason == "length" and len(output_S) != question.params.max_new_tokens:
         raise RecordRejected(

@@ -1,7 +1,8 @@
-"""ASGI middleware in front of vLLM's API server: the key, weight pushes, and the version of each answer.
+"""ASGI middleware in front of vLLM's API server: the key, weight pushes, and the version and prompt of each answer.
 
 vLLM labels its weights as a whole, and no answer. Here a push waits until nothing is being answered, and answers wait
-until it is loaded. So each answer is of one version: that of the weights when it was let in.
+until it is loaded. So each answer is of one version: that of the weights when it was let in. The `request_id` in vLLM's answers
+is a random one; here each answer has the ids that it was asked to continue.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hmac
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -61,12 +62,14 @@ class Door:
             await self._app(scope, receive, send)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One answer, with the version of the weights that make it; it waits for a push that is under way."""
+        """One answer, with its prompt and the version of the weights that make it; it waits for a push under way."""
+        body = await _body(receive)
+        label = {"prompt_token_ids": _prompt_ids(body)}
         async with self._changed:
             await self._changed.wait_for(lambda: not (self._held or self._loading.locked()))
             self._answering += 1
         try:
-            await self._app(scope, receive, _labelled(send, self._version))
+            await self._app(scope, _again(body, receive), _labelled(send, {"weight_version": self._version, **label}))
         finally:
             async with self._changed:
                 self._answering -= 1
@@ -128,9 +131,9 @@ def _served(engine: Any) -> dict[str, Any]:
     }
 
 
-def _labelled(send: Send, version: str) -> Send:
-    """`send` that puts `weight_version` at the beginning of the JSON object of a successful answer."""
-    label = b'{"weight_version":' + json.dumps(version).encode()
+def _labelled(send: Send, fields: Mapping[str, object]) -> Send:
+    """`send` that puts fields at the beginning of the JSON object of a successful answer."""
+    label = json.dumps(fields, separators=(",", ":")).encode()[:-1]
     held: list[Message] = []
 
     async def labelled(message: Message) -> None:
@@ -163,6 +166,25 @@ async def _body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             return b"".join(parts)
+
+
+def _prompt_ids(body: bytes) -> object:
+    """What a request asks to continue; None of a request that vLLM will refuse."""
+    try:
+        request = json.loads(body)
+    except ValueError:
+        return None
+    return request.get("token_ids") if isinstance(request, dict) else None
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """`receive` whose first message is a body that was read already."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return received
 
 
 async def _reply(send: Send, status: int, body: dict[str, Any]) -> None:

@@ -139,6 +139,15 @@ def test_the_version_label_that_carries_it_is_named() -> None:
     assert alarm.config == ""
 
 
+def test_the_server_that_carries_it_is_named() -> None:
+    calm = {"engine/k3_kl": 2e-5, "engine/probs_diff_p95": 1e-3, "ages/engine_k3/0": 2e-5}
+    calm |= {f"servers/engine_k3/{place}": 2e-5 for place in range(4)}
+    odd = calm | {"engine/k3_kl": 8e-4, "engine/probs_diff_p95": 5e-3, "ages/engine_k3/0": 8e-4}
+    alarm = jump([*[calm] * 20, odd | {"servers/engine_k3/2": 3.2e-3}])
+    assert alarm is not None
+    assert "carried by server 2 (the first of rollout.urls is 0) (160 times)" in alarm.sentence
+
+
 def test_single_tokens_are_told_when_they_come_again() -> None:
     calm = {"engine/k3_kl": 2e-5, "engine/probs_diff_p95": 1e-3}
     odd = calm | {"engine/k3_kl": 1e-3}

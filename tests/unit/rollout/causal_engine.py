@@ -97,6 +97,7 @@ class CausalEngine(StandInEngine):
             rows = [route_row(tokens[:1]), *rows]
         body = {
             "output_ids": tokens[len(context) :],
+            "prompt_token_ids": list(context),
             "meta_info": {
                 "finish_reason": {"type": reason},
                 "prompt_tokens": len(context),

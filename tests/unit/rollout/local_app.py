@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from moe_trm.rollout.servers.fleet import Fleet
+
 
 class LocalApp:
     """An app that answers with `routes`. After `start` it has a `port` and a `url`."""
@@ -39,3 +41,9 @@ async def listening(*routes: web.RouteDef, port: int = 0) -> AsyncIterator[str]:
         yield app.url
     finally:
         await app.stop()
+
+
+async def body_from(fleet: Fleet) -> bytes:
+    """The body of one answer."""
+    body, _ = await fleet.ask({})
+    return body

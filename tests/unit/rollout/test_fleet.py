@@ -18,7 +18,7 @@ from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.use_proof import ServerUnfit
 from moe_trm.rollout.sglang.backend import SglangBackend
-from tests.unit.rollout.local_app import LocalApp
+from tests.unit.rollout.local_app import LocalApp, body_from
 
 pytestmark = pytest.mark.usefixtures("in_a_hurry")
 
@@ -116,7 +116,7 @@ async def test_the_least_loaded_server_is_asked() -> None:
     async with running(2) as (fleet, fakes, _):
         for fake in fakes:
             fake.free.clear()
-        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(6)]
+        asks = [asyncio.ensure_future(body_from(fleet)) for _ in range(6)]
         await asyncio.sleep(0.05)
         assert [server.in_flight for server in fleet.servers] == [3, 3]
         for fake in fakes:
@@ -128,7 +128,7 @@ async def test_the_least_loaded_server_is_asked() -> None:
 async def test_what_a_dead_server_owed_is_asked_elsewhere() -> None:
     async with running(2) as (fleet, fakes, _):
         fakes[0].free.clear()
-        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(4)]
+        asks = [asyncio.ensure_future(body_from(fleet)) for _ in range(4)]
         await asyncio.sleep(0.05)
         await fakes[0].stop()
         assert await asyncio.gather(*asks) == [b"b 1"] * 4
@@ -141,7 +141,7 @@ async def test_what_a_dead_server_owed_is_asked_elsewhere() -> None:
 async def test_a_server_that_hangs_is_noticed_and_what_it_owed_is_asked_elsewhere() -> None:
     async with running(2) as (fleet, fakes, _):
         fakes[1].free.clear()
-        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(4)]
+        asks = [asyncio.ensure_future(body_from(fleet)) for _ in range(4)]
         assert await asyncio.gather(*asks) == [b"a 1"] * 4
         fakes[1].free.set()
         await both_serve(fleet)
@@ -154,7 +154,7 @@ async def test_a_restarted_server_samples_only_after_it_was_given_the_newest_wei
         newest["version"] = 2
         await fleet.update(2)
         fakes[0].free.clear()
-        ask = asyncio.ensure_future(fleet.ask({}))
+        ask = asyncio.ensure_future(body_from(fleet))
         await asyncio.sleep(0.05)
         await fakes[0].stop()
         fakes[0].label = "default"
@@ -166,12 +166,21 @@ async def test_a_restarted_server_samples_only_after_it_was_given_the_newest_wei
 
 
 @in_loop
+async def test_of_several_servers_an_answer_names_the_one_that_gave_it() -> None:
+    async with running(2) as (fleet, _, _):
+        answers = await asyncio.gather(*(fleet.ask({}) for _ in range(4)))
+        assert sorted(answers) == [(b"a 1", 0), (b"a 1", 0), (b"b 1", 1), (b"b 1", 1)]
+    async with running(1) as (fleet, _, _):
+        assert await fleet.ask({}) == (b"a 1", None)
+
+
+@in_loop
 async def test_a_server_that_was_restarted_while_idle_is_given_its_weights_before_it_is_asked_again() -> None:
     async with running(1) as (fleet, fakes, _):
         fakes[0].label = "default"
-        assert await fleet.ask({}) == b"a default"
+        assert await body_from(fleet) == b"a default"
         await fleet.fence_restarted()
-        assert await fleet.ask({}) == b"a 1"
+        assert await body_from(fleet) == b"a 1"
         await fleet.fence_restarted()
         assert fleet.metrics()["rollout/recoveries"] == 1
 
@@ -191,7 +200,7 @@ async def test_a_server_that_hangs_while_it_is_given_weights_holds_nobody_up() -
         newest["version"] = 2
         await fleet.update(2)
         assert fleet.metrics()["rollout/servers"] == 1
-        assert await fleet.ask({}) == b"b 2"
+        assert await body_from(fleet) == b"b 2"
         fakes[0].free.set()
         await both_serve(fleet)
         assert fakes[0].label == "2"
@@ -201,7 +210,7 @@ async def test_a_server_that_hangs_while_it_is_given_weights_holds_nobody_up() -
 async def test_a_storm_of_errors_passes_without_a_sample_lost() -> None:
     async with running(1) as (fleet, fakes, _):
         fakes[0].fails = True
-        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(5)]
+        asks = [asyncio.ensure_future(body_from(fleet)) for _ in range(5)]
         await asyncio.sleep(0.1)
         fakes[0].fails = False
         assert await asyncio.gather(*asks) == [b"a 1"] * 5
@@ -212,7 +221,7 @@ async def test_a_sample_that_fails_on_every_server_is_rejected_and_not_asked_for
     async with running(1) as (fleet, fakes, _):
         fakes[0].fails = True
         with pytest.raises(RecordRejected) as caught:
-            await fleet.ask({})
+            await body_from(fleet)
         assert caught.value.reason == "engine_failed"
         assert fakes[0].asked == fleet_module.REISSUES + 1
 
@@ -221,17 +230,17 @@ async def test_a_sample_that_fails_on_every_server_is_rejected_and_not_asked_for
 async def test_a_request_that_a_server_refuses_costs_its_own_sample_at_once() -> None:
     """With masks SGLang answers 500 to what is too long."""
     async with running(1) as (fleet, fakes, _):
-        assert await fleet.ask({}) == b"a 1"
+        assert await body_from(fleet) == b"a 1"
         fakes[0].fails, refused = True, "Requested token count exceeds the model's maximum context length of 8 tokens."
         for fakes[0].status, fakes[0].says in ((400, "no"), (413, ""), (400, refused), (500, refused)):
             asked = fakes[0].asked
             with pytest.raises(RecordRejected) as caught:
-                await fleet.ask({})
+                await body_from(fleet)
             assert (caught.value.reason, fakes[0].asked) == ("refused", asked + 1)
             assert fakes[0].says in str(caught.value)
         fakes[0].status, fakes[0].says = 401, ""
         with pytest.raises(HttpStatusError, match="same key"):
-            await fleet.ask({})
+            await body_from(fleet)
         assert fleet.metrics()["rollout/losses"] == 0
 
 
@@ -239,7 +248,7 @@ async def test_a_request_that_a_server_refuses_costs_its_own_sample_at_once() ->
 async def test_a_server_that_refuses_every_request_ends_the_run() -> None:
     async with running(1) as (fleet, fakes, _):
         fakes[0].fails, fakes[0].status = True, 400
-        asks = [fleet.ask({}) for _ in range(fleet_module.MOST_REFUSED + 1)]
+        asks = [body_from(fleet) for _ in range(fleet_module.MOST_REFUSED + 1)]
         outcomes = await asyncio.gather(*asks, return_exceptions=True)
         assert sum(isinstance(outcome, HttpStatusError) for outcome in outcomes) == 2
 
@@ -278,7 +287,7 @@ async def test_a_sample_that_is_not_finished_in_time_is_tried_twice() -> None:
     async with running(1, timeout_s=0.1) as (fleet, fakes, _):
         fakes[0].slow = True
         with pytest.raises(RecordRejected) as caught:
-            await fleet.ask({})
+            await body_from(fleet)
         assert caught.value.reason == "engine_failed"
         assert fakes[0].asked == 2
         assert fleet.metrics()["rollout/servers"] == 1
@@ -289,7 +298,7 @@ async def test_the_run_is_given_up_when_no_server_comes_back() -> None:
     async with running(1, patience_s=0.3) as (fleet, fakes, _):
         await fakes[0].stop()
         with pytest.raises(EngineError, match="no rollout server came back"):
-            await fleet.ask({})
+            await body_from(fleet)
 
 
 @in_loop
@@ -302,7 +311,7 @@ async def test_wrong_weights_end_the_run_also_on_a_server_that_came_back() -> No
         fleet._load = load_wrong
         await fakes[0].stop()
         fakes[0].label = "default"
-        ask = asyncio.ensure_future(fleet.ask({}))
+        ask = asyncio.ensure_future(body_from(fleet))
         await asyncio.sleep(0.1)
         await fakes[0].start(fakes[0].port)
         with pytest.raises(SyncError, match="checksums differ"):
@@ -314,7 +323,7 @@ async def test_a_server_that_computes_with_other_weights_is_left_out_for_good_an
     async with running(2) as (fleet, fakes, newest):
         newest |= {"version": 2, fakes[0].url: "unfit"}
         await fleet.update(2)
-        assert [await fleet.ask({}) for _ in range(3)] == [b"b 2"] * 3
+        assert [await body_from(fleet) for _ in range(3)] == [b"b 2"] * 3
         newest.pop(fakes[0].url)
         await asyncio.sleep(0.2)
         assert fleet.servers[0].fenced
@@ -332,7 +341,7 @@ async def test_a_server_that_comes_back_with_other_weights_is_left_out_and_the_l
         fakes[0].label = "default"
         await fleet.fence_restarted()
         with pytest.raises(ServerUnfit, match="other weights"):
-            await fleet.ask({})
+            await body_from(fleet)
 
 
 @in_loop
@@ -354,7 +363,7 @@ async def test_a_server_that_comes_back_too_late_for_its_push_is_given_the_next_
         await begun.wait()
         newest["version"] = 2
         await fleet.update(2)
-        assert await fleet.ask({}) == b"b 2"
+        assert await body_from(fleet) == b"b 2"
         deleted.set()
         await both_serve(fleet)
         assert fakes[0].label == "2"
@@ -387,7 +396,7 @@ def test_a_server_that_never_catches_up_with_pushes_leaves_the_fleet_after_three
                 await asyncio.sleep(0.02)
             assert loads == [LATE_LOADS]
             assert "too slow for the weight pushes" in fleet.states()[0].why
-            assert await fleet.ask({}) == b"b 4"
+            assert await body_from(fleet) == b"b 4"
 
     in_loop(work)()
 
@@ -397,7 +406,7 @@ async def test_a_push_waits_for_what_runs_or_ends_it() -> None:
     for interrupt in (False, True):
         async with running(1, interrupt=interrupt) as (fleet, fakes, newest):
             fakes[0].slow = True
-            ask = asyncio.ensure_future(fleet.ask({}))
+            ask = asyncio.ensure_future(body_from(fleet))
             await asyncio.sleep(0.05)
             newest["version"] = 2
             push = asyncio.ensure_future(fleet.update(2))
@@ -423,12 +432,12 @@ async def test_servers_that_load_in_turn_go_on_under_the_version_before() -> Non
         update = asyncio.ensure_future(fleet.update(2))
         await asyncio.sleep(0.05)
         assert [server.updating for server in fleet.servers] == [True, False]
-        assert [await fleet.ask({}) for _ in range(3)] == [b"b 1"] * 3
+        assert [await body_from(fleet) for _ in range(3)] == [b"b 1"] * 3
         await fleet.fence_restarted()  # a server whose turn has not come is not one that was restarted
         may_load.set()
         await update
         assert [server.version for server in fleet.servers] == [2, 2]
-        assert {await fleet.ask({}) for _ in range(4)} <= {b"a 2", b"b 2"}
+        assert {await body_from(fleet) for _ in range(4)} <= {b"a 2", b"b 2"}
         assert fleet.metrics()["rollout/losses"] == 0
 
 
@@ -448,7 +457,7 @@ async def test_a_server_that_dies_before_its_turn_is_given_the_newest_weights_wh
         await asyncio.sleep(0.05)
         await fakes[1].stop()
         fakes[1].label = "default"
-        ask = asyncio.ensure_future(fleet.ask({}))
+        ask = asyncio.ensure_future(body_from(fleet))
         await asyncio.sleep(0.1)
         may_load.set()
         assert await ask == b"a 2"

@@ -24,6 +24,7 @@ from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.sglang.backend import SglangBackend
+from tests.unit.rollout.local_app import body_from
 from tests.unit.virtual_time import run
 
 SAMPLES, PUSHES, FAULTS = 24, 4, 4
@@ -158,7 +159,7 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool, ro
         await asyncio.sleep(chance.uniform(0, 200))
         # With rolling pushes the version before may answer until every server has the newest.
         oldest = everywhere if rolling else newest
-        while (answer := (await fleet.ask({})).decode()) == "default":
+        while (answer := (await body_from(fleet)).decode()) == "default":
             await fleet.fence_restarted()  # as the client does with an answer of weights that no push gave
         assert oldest <= int(answer) <= newest
 

@@ -66,7 +66,8 @@ class InterruptedServer(LocalApp):
             "output_token_logprobs": [[-0.5, 3, None]] * sampled,
             "routed_experts": b64encode(np.array(rows, "<i4").tobytes()).decode(),
         }
-        return web.json_response({"output_ids": [3] * sampled, "meta_info": meta})
+        answer = {"output_ids": [3] * sampled, "prompt_token_ids": body["input_ids"], "meta_info": meta}
+        return web.json_response(answer)
 
 
 def sample(
@@ -94,6 +95,53 @@ def sample(
             await server.stop()
 
     return asyncio.run(run())
+
+
+class SwappingServer(InterruptedServer):
+    """Answers each of four requests with the answer to the next one, once all are there."""
+
+    def __init__(self) -> None:
+        super().__init__([2], [0])
+        self.answers: list[web.Response] = []
+        self.all_there = asyncio.Event()
+
+    async def generate(self, request: web.Request) -> web.Response:
+        self.starts.clear()
+        answer = await super().generate(request)
+        place = len(self.answers)
+        self.answers.append(answer)
+        if len(self.answers) == 4:
+            self.all_there.set()
+        await self.all_there.wait()
+        return self.answers[(place + 1) % 4]
+
+
+def test_answers_that_were_swapped_are_rejected(tmp_path: Path) -> None:
+    """The reward would be of another prompt than the tokens."""
+    server = SwappingServer()
+
+    async def run() -> list[object]:
+        await server.start()
+        settings = config(
+            tmp_path,
+            {**HF, "mlp_only_layers": []},
+            rollout={"url": server.url, "max_attempts": 1, "timeout_s": 5.0},
+            sampling_mask={"mode": "off"},
+            replay={"mode": "R3"},
+        )
+        engine = ServerEngine(settings, "k")
+        try:
+            engine._fleet.servers[0].version = engine._fleet._version = 0
+            prompts = [Prompt(f"p{token}", (1, token, 2)) for token in range(4)]
+            params = SamplingParams(max_new_tokens=2)
+            asks = [engine.generate(prompt, params, sample_id=0, group_id=0) for prompt in prompts]
+            return await asyncio.gather(*asks, return_exceptions=True)
+        finally:
+            await engine.close()
+            await server.stop()
+
+    results = asyncio.run(run())
+    assert [result.reason for result in results if isinstance(result, RecordRejected)] == ["other_prompt"] * 4
 
 
 def test_each_piece_is_asked_for_from_the_row_that_no_piece_had(tmp_path: Path) -> None:

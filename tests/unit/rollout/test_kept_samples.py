@@ -12,6 +12,7 @@ import pytest
 from moe_trm.errors import EngineLost, SyncError
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.remote import MEMORY_TAGS, RemoteServer
+from tests.unit.rollout.local_app import body_from
 from tests.unit.rollout.test_fleet import FakeServer, both_serve, in_loop, running
 
 pytestmark = pytest.mark.usefixtures("in_a_hurry")
@@ -47,7 +48,7 @@ async def loading(
 async def asked_while_paused(fleet: Any, fakes: list[FakeServer], version: int, count: int) -> Any:
     """A push of `version` and `count` asks, once the paused servers have them."""
     fleet.expect(version)
-    asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(count)]
+    asks = [asyncio.ensure_future(body_from(fleet)) for _ in range(count)]
     await asyncio.sleep(0.05)
     assert sum(fake.asked for fake in fakes) == 0
     push = asyncio.ensure_future(fleet.update(version))
@@ -112,7 +113,7 @@ def test_other_servers_get_no_sample_before_they_have_the_weights(why: str) -> N
             fleet.servers[0].released = why == "without memory"
             async with loading(fleet, fakes, newest) as outcomes:
                 push = asyncio.ensure_future(fleet.update(2))
-                ask = asyncio.ensure_future(fleet.ask({}))
+                ask = asyncio.ensure_future(body_from(fleet))
                 await asyncio.sleep(0.1)
                 assert fakes[0].asked == 0
                 outcomes.put_nowait(None)

@@ -28,6 +28,7 @@ from moe_trm.rollout.servers import watchdog as watchdog_module
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.loan import Loan
 from moe_trm.rollout.servers.process import Server, start_server
+from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.watchdog import Watchdog
 from moe_trm.step.push import BroadcastPusher, DiskPusher
 from moe_trm.sync.manifest import WeightPush
@@ -161,6 +162,38 @@ def test_no_sample_is_asked_for_while_memory_is_lent(tmp_path: Path, log: Path) 
         await ask
 
     assert with_engine(tmp_path, work).restarts == 0
+
+
+def test_a_server_without_its_memory_is_not_asked_whether_it_was_restarted(tmp_path: Path, log: Path) -> None:
+    async def work(engine: ServerEngine, _: Watchdog) -> None:
+        await engine.load_weights(push(tmp_path, 1))
+        await engine.release_memory()
+        await engine._fleet.fence_restarted()
+        assert not engine._fleet.servers[0].fenced
+        await engine.load_weights(push(tmp_path, 2))
+
+    assert with_engine(tmp_path, work).restarts == 0
+    assert not [line for line in noted(log) if line.startswith("died")]
+
+
+def test_a_server_that_takes_long_to_get_its_memory_back_is_not_asked_whether_it_is_there(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resume = RemoteServer.resume_memory
+
+    async def resume_late(server: RemoteServer) -> None:
+        await asyncio.sleep(LOOKS_S)
+        await resume(server)
+
+    async def work(engine: ServerEngine, _: Watchdog) -> None:
+        await engine.load_weights(push(tmp_path, 1))
+        await engine.release_memory()
+        monkeypatch.setattr(RemoteServer, "resume_memory", resume_late)
+        await engine.load_weights(push(tmp_path, 2))
+        assert engine._fleet.metrics()["rollout/losses"] == 0
+
+    assert with_engine(tmp_path, work).restarts == 0
+    assert not [line for line in noted(log) if line.startswith("died")]
 
 
 def test_one_process_holds_a_loan_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def good() -> dict[str, Any]:
     return {
         "text": "ignored",
         "output_ids": [3, 1],
+        "prompt_token_ids": [5, 6, 7],
         "meta_info": {
             "id": "ignored",
             "finish_reason": {"type": "stop", "matched": 1},
@@ -155,6 +156,9 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("aborted", set_meta(finish_reason={"type": "abort", "message": "no memory"})),
     ("empty_output", set_ids([])),
     ("prompt_length", set_meta(prompt_tokens=4)),
+    ("prompt_length", lambda answer: answer.update(prompt_token_ids=[5, 6])),
+    ("other_prompt", lambda answer: answer.update(prompt_token_ids=[5, 4, 7])),
+    ("other_prompt", lambda answer: answer.pop("prompt_token_ids")),
     ("token_range", set_ids([8, 1])),
     ("token_range", set_ids([-1, 1])),
     ("logprob_count", set_meta(output_token_logprobs=[[-1.0, 3, None]])),
@@ -230,6 +234,14 @@ def test_an_answer_that_was_aborted_in_the_queue_is_no_malformed_one(sampled: li
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(RecordRejected, match="not what was agreed"):
         parse_answer(body, PROMPT, MODEL, EVERYTHING, sample_id=0, group_id=0)
+
+
+def test_where_nothing_but_tokens_is_recorded_a_router_may_drop_the_prompt() -> None:
+    answer = good()
+    del answer["prompt_token_ids"]
+    assert parse(answer, RequestedFields(routes=False, mask=False)).num_sampled == 2
+    with pytest.raises(RecordRejected, match="another prompt"):
+        parse(answer | {"prompt_token_ids": [5, 6, 8]}, RequestedFields(routes=False, mask=False))
 
 
 def test_a_row_that_spans_versions_is_kept_when_routes_do_not_matter() -> None:

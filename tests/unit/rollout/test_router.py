@@ -18,7 +18,7 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.sglang.backend import SglangBackend
-from tests.unit.rollout.local_app import LocalApp
+from tests.unit.rollout.local_app import LocalApp, body_from
 from tests.unit.rollout.test_fleet import FakeServer, in_loop
 
 KEY = "key"
@@ -141,8 +141,15 @@ async def behind_a_router(*, patience_s: float = 5.0, interrupt: bool = False) -
         await behind.close()
 
 
+@in_loop
+async def test_behind_a_router_no_server_is_named() -> None:
+    async with behind_a_router() as behind:
+        _, place = await behind.fleet.ask({})
+        assert place is None
+
+
 async def answers(behind: Behind, number: int) -> set[bytes]:
-    return set(await asyncio.gather(*(behind.fleet.ask({}) for _ in range(number))))
+    return set(await asyncio.gather(*(body_from(behind.fleet) for _ in range(number))))
 
 
 @in_loop
@@ -182,7 +189,7 @@ async def test_nothing_is_asked_while_any_server_is_given_weights() -> None:
         push = asyncio.ensure_future(behind.push())
         await asyncio.sleep(0.05)
         before = sum(fake.asked for fake in behind.fakes)
-        ask = asyncio.ensure_future(behind.fleet.ask({}))
+        ask = asyncio.ensure_future(body_from(behind.fleet))
         await asyncio.sleep(0.05)
         assert not push.done()
         assert sum(fake.asked for fake in behind.fakes) == before
@@ -200,7 +207,7 @@ def test_a_push_waits_for_what_runs_on_any_server_or_ends_it(interrupt: bool) ->
                 await asyncio.sleep(0.01)
             for fake in behind.fakes:
                 fake.slow = True
-            asks = [asyncio.ensure_future(behind.fleet.ask({})) for _ in range(4)]
+            asks = [asyncio.ensure_future(body_from(behind.fleet)) for _ in range(4)]
             await asyncio.sleep(0.05)
             push = asyncio.ensure_future(behind.push())
             await asyncio.sleep(0.15)
@@ -217,7 +224,7 @@ def test_a_push_waits_for_what_runs_on_any_server_or_ends_it(interrupt: bool) ->
 async def test_a_router_that_was_started_again_is_told_again() -> None:
     async with behind_a_router() as behind:
         await behind.router.stop()
-        ask = asyncio.ensure_future(behind.fleet.ask({}))
+        ask = asyncio.ensure_future(body_from(behind.fleet))
         await asyncio.sleep(0.2)
         assert not ask.done()
         behind.router.workers.clear()
@@ -229,7 +236,7 @@ async def test_a_router_that_was_started_again_is_told_again() -> None:
 async def test_what_a_router_that_hangs_holds_is_asked_for_again() -> None:
     async with behind_a_router() as behind:
         behind.router.free.clear()
-        ask = asyncio.ensure_future(behind.fleet.ask({}))
+        ask = asyncio.ensure_future(body_from(behind.fleet))
         while behind.fleet.metrics()["rollout/reissued"] == 0:
             await asyncio.sleep(0.02)
         assert not ask.done()
@@ -243,7 +250,7 @@ async def test_the_run_is_given_up_when_the_router_does_not_come_back() -> None:
     async with behind_a_router(patience_s=0.2) as behind:
         await behind.router.stop()
         with pytest.raises(EngineError, match="router is not there"):
-            await behind.fleet.ask({})
+            await body_from(behind.fleet)
 
 
 @in_loop
@@ -252,4 +259,4 @@ async def test_a_router_that_does_not_obey_ends_the_run_with_what_it_does_instea
         behind.router.obeys = False
         behind.router.workers.clear()
         with pytest.raises(EngineError, match="does not choose among"):
-            await behind.fleet.ask({})
+            await body_from(behind.fleet)

@@ -164,6 +164,7 @@ def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path)
             "stop_token_ids": [2],
         },
         "return_logprob": True,
+        "return_prompt_token_ids": True,
         "return_routed_experts": True,
         "return_sampling_mask": True,
         "sampling_logprobs_mode": "support",
@@ -175,6 +176,7 @@ def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path)
         "input_ids",
         "sampling_params",
         "return_logprob",
+        "return_prompt_token_ids",
     }
 
 
@@ -182,7 +184,8 @@ def probed_through(handed_on: set[str], tmp_path: Path) -> None:
     """The check of a router that hands on these fields only, in front of a server that answers what it is asked."""
 
     async def answer(request: web.Request) -> web.Response:
-        body = {key: value for key, value in (await request.json()).items() if key in handed_on}
+        whole = await request.json()
+        body = {key: value for key, value in whole.items() if key in handed_on}
         rows = 2 - body.get("routed_experts_start_len", 0)
         meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "prompt_tokens": 2}
         if body.get("return_routed_experts"):
@@ -191,7 +194,8 @@ def probed_through(handed_on: set[str], tmp_path: Path) -> None:
             support = body.get("sampling_logprobs_mode") == "support"
             meta |= {"output_token_sampling_mask": [[1, 2]]}
             meta |= {"output_token_sampling_logprobs": [[-0.5, -0.9]] if support else [-0.5]}
-        return web.json_response({"output_ids": [1], "meta_info": meta})
+        prompt = {"prompt_token_ids": whole["input_ids"]} if body.get("return_prompt_token_ids") else {}
+        return web.json_response({"output_ids": [1], "meta_info": meta, **prompt})
 
     async def run() -> None:
         engine = ServerEngine(config(tmp_path, replay={"mode": "R3"}, sampling_mask={"mode": "keep"}), "k")
@@ -209,16 +213,17 @@ def probed_through(handed_on: set[str], tmp_path: Path) -> None:
 
 ROUTES = {"return_routed_experts", "routed_experts_start_len"}
 MASKS = {"return_sampling_mask", "sampling_logprobs_mode"}
+FIELDS = {"return_prompt_token_ids"} | ROUTES | MASKS
 
 
 def test_a_router_that_hands_everything_on_passes(tmp_path: Path) -> None:
-    probed_through(ROUTES | MASKS, tmp_path)
+    probed_through(FIELDS, tmp_path)
 
 
-@pytest.mark.parametrize("dropped", [*({field} for field in ROUTES | MASKS), ROUTES | MASKS])
+@pytest.mark.parametrize("dropped", [*({field} for field in FIELDS), ROUTES | MASKS, FIELDS])
 def test_a_router_that_drops_a_field_is_refused(dropped: set[str], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="does not hand on") as caught:
-        probed_through((ROUTES | MASKS) - dropped, tmp_path)
+        probed_through(FIELDS - dropped, tmp_path)
     assert "smg" in caught.value.fix
 
 

@@ -53,7 +53,7 @@ def good() -> dict[str, Any]:
         "routed_experts": payload(ROUTES),
         "sampling_mask": None,
     }
-    return {"weight_version": "4", "request_id": "ignored", "usage": {"prompt_tokens": 3}, "choices": [choice]}
+    return {"weight_version": "4", "prompt_token_ids": [5, 6, 7], "usage": {"prompt_tokens": 3}, "choices": [choice]}
 
 
 def parse(answer: object, question: Question = QUESTION) -> SampledTurn:
@@ -118,7 +118,9 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "a version beyond int32": ("version_unknown", lambda answer: answer.update(weight_version="9" * 10)),
     "two choices": ("malformed", lambda answer: answer["choices"].append(answer["choices"][0])),
     "unknown end": ("malformed", choice(lambda it: it.update(finish_reason="error"))),
-    "another prompt": ("prompt_length", lambda answer: answer["usage"].update(prompt_tokens=4)),
+    "a longer prompt": ("prompt_length", lambda answer: answer["usage"].update(prompt_tokens=4)),
+    "another prompt": ("other_prompt", lambda answer: answer.update(prompt_token_ids=[5, 4, 7])),
+    "no prompt": ("malformed", lambda answer: answer.pop("prompt_token_ids")),
     "no token": ("empty_output", choice(lambda it: it.update(token_ids=[]))),
     "id of no token": ("token_range", choice(lambda it: it.update(token_ids=[3, 8]))),
     "the context was full": ("clipped", choice(lambda it: it.update(cut(it)))),

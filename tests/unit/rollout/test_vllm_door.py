@@ -39,13 +39,15 @@ class ScriptedVllm:
 
     def __init__(self) -> None:
         self.asked: list[object] = []
+        self.bodies: list[bytes] = []
         self.emptied, self.digests = True, [{"a": "1"}]
         self.refused = ""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def __call__(self, scope: Any, _: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
         self.asked.append(scope["path"])
+        self.bodies.append((await receive())["body"])
         await self.may_answer.wait()
         headers = [(b"content-length", str(len(ANSWER)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -145,6 +147,16 @@ def test_an_answer_has_the_version_of_the_last_push(with_door: Any) -> None:
         assert await client.push(3) == (200, {"version": "3", "workers": [{"a": "1"}]})
         assert await client.version() == "3"
         assert vllm.asked[1:3] == [("moe_trm_load", "f"), "reset"]
+
+    with_door(work)
+
+
+def test_an_answer_has_the_ids_that_its_request_continues(with_door: Any) -> None:
+    async def work(client: Client, vllm: ScriptedVllm) -> None:
+        for request, prompt in (({"token_ids": [5, 6]}, [5, 6]), ({"token_ids": [7]}, [7]), ([1], None)):
+            _, body = await client.ask("/inference/v1/generate", request)
+            assert json.loads(body) == {"weight_version": "none", "prompt_token_ids": prompt, "choices": []}
+            assert json.loads(vllm.bodies[-1]) == request
 
     with_door(work)
 

@@ -22,7 +22,7 @@ from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.vllm import launch
-from moe_trm.rollout.vllm.client import ROUTES_SINCE, VllmClient
+from moe_trm.rollout.vllm.client import PROBED, ROUTES_SINCE, VllmClient
 from moe_trm.rollout.vllm.launch import interpreter
 from moe_trm.rollout.vllm.rules import OURS
 from moe_trm.sync.disk import finish_push, write_shard
@@ -183,7 +183,7 @@ def client() -> VllmClient:
 
 def probe() -> dict[str, Any]:
     """The answer to the probe at the start: one token of two kept ids, before any push."""
-    answer = good() | {"weight_version": "none"}
+    answer = good() | {"weight_version": "none", "prompt_token_ids": list(PROBED)}
     [choice] = answer["choices"]
     for field in (choice["token_ids"], choice["logprobs"]["content"]):
         field.pop()

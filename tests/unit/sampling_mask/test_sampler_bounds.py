@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_trm.sampling_mask.bounds import TOLERANCE, SamplerBounds, tolerated
+from moe_trm.sampling_mask.bounds import MANY, TOLERANCE, SamplerBounds, tolerated
 from moe_trm.sampling_mask.logprobs import TIED
 
 TOP_P, NUM_TOKENS, VOCABULARY = 0.95, 600, 64
@@ -85,6 +85,17 @@ def alone(lie: Sampled) -> Sampled:
 BOUNDS = SamplerBounds(TOP_P, VOCABULARY)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 30])
+@pytest.mark.parametrize("error", [0.02, 0.2, 0.5])
+def test_sets_of_short_rows_of_a_sound_engine_are_allowed(error: float, size: int) -> None:
+    for seed in range(2):
+        engine = sampled(error, seed=seed)
+        for begin in range(0, NUM_TOKENS, size):
+            row = slice(begin, begin + size)
+            parts = (values[row] for values in (engine.kept, engine.sampled, engine.engine, engine.learner))
+            assert not Sampled(*parts).found(BOUNDS).any()
+
+
 @pytest.mark.parametrize("error", [0.0, 0.02, 0.1, 1.0])
 @pytest.mark.parametrize("top_k", [VOCABULARY, 5])
 def test_sets_of_a_sound_engine_are_allowed(error: float, top_k: int) -> None:
@@ -151,4 +162,5 @@ def test_a_mismatch_that_is_measured_is_tolerated_and_costs_power() -> None:
     assert tolerated(ratios) == pytest.approx(0.8)
     ratios[0] = 3.0
     assert tolerated(ratios) == pytest.approx(6.0)
-    assert tolerated(torch.zeros(5)) == TOLERANCE
+    assert tolerated(torch.zeros(MANY)) == TOLERANCE
+    assert tolerated(torch.zeros(MANY // 4)) == 4 * TOLERANCE

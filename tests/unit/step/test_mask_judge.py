@@ -31,7 +31,7 @@ MASS = 0.9
 """Mass of the sets of made-up records, whose three ids have the probabilities 0.45, 0.225 and 0.225."""
 SETTINGS = {"rollout": {"top_p": 0.85}, "kl": {"coef": 0.1}, "sampling_mask": {"mode": "keep"}}
 BOUNDS = SamplerBounds(0.85, 4096)
-NUM_ROWS, VERSION = 12, 3
+NUM_ROWS, NUM_SAMPLED, VERSION = 12, 12, 3
 
 
 class MassLearner(FakeLearner):
@@ -52,11 +52,12 @@ class MassLearner(FakeLearner):
         return [self.masses(batch, moved=weights != self._weights) for batch in batches]
 
 
-def minibatch(version: int = VERSION) -> MiniBatch:
+def minibatch(version: int = VERSION, micro_batch_rows: int = 4) -> MiniBatch:
     rows = [
-        TrainRow(make_record(sample_id=i, group_id=i // 4, num_sampled=5, version=version)) for i in range(NUM_ROWS)
+        TrainRow(make_record(sample_id=i, group_id=i // 4, num_sampled=NUM_SAMPLED, version=version))
+        for i in range(NUM_ROWS)
     ]
-    [[mini]] = plan_step(rows, seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=4)
+    [[mini]] = plan_step(rows, seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=micro_batch_rows)
     return mini
 
 
@@ -103,6 +104,23 @@ def test_false_masks_in_more_than_a_few_rows_stop_the_run() -> None:
     metrics, _ = gradients(MaskJudge(BOUNDS), {1: 0.5, 5: 0.5, 9: 0.4})
     with pytest.raises(FalseRecords, match=r"3 samples \(25.0% of the step\)"):
         check_refused(metrics, NUM_ROWS)
+
+
+def test_what_else_is_in_a_micro_batch_changes_nothing() -> None:
+    """A row that the engines disagree about is judged with another tolerance, and its neighbours are not."""
+    verdicts = []
+    for micro_batch_rows in (1, 4, NUM_ROWS):
+        masks = MaskJudge(BOUNDS)
+        for micro in minibatch(micro_batch_rows=micro_batch_rows).micro_batches:
+            batch = valued(micro.rows, keep_mask=True)
+            scores = MassLearner(dict.fromkeys(range(NUM_ROWS), 0.8)).masses(batch)
+            noisy_B1 = torch.tensor(batch.sample_ids)[:, None] % 2 == 0
+            logprobs = torch.where(noisy_B1 & batch.mask, batch.rollout_logprobs - 0.5, batch.rollout_logprobs)
+            masks.observe(batch, replace(scores, logprobs=logprobs), VERSION)
+            refused, _ = masks.measured(batch)
+            assert refused.tolist() == [number % 2 == 1 for number in batch.sample_ids]
+        verdicts.append(dict(sorted(masks._lowest_of_rows.items())))
+    assert verdicts[0] == verdicts[1] == verdicts[2]
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
