@@ -1,8 +1,8 @@
 """ASGI middleware in front of vLLM's API server: the key, weight pushes, and the version and prompt of each answer.
 
 vLLM labels its weights as a whole, and no answer. Here a push waits until nothing is being answered, and answers wait
-until it is loaded. So each answer is of one version: that of the weights when it was let in. Each also gets the ids that it was
-asked to continue: the `request_id` in vLLM's own answers is a random one.
+until it is loaded. So each answer is of one version: that of the weights when it was let in. Each also gets the ids
+that it was asked to continue: the `request_id` in vLLM's own answers is a random one.
 """
 
 from __future__ import annotations
