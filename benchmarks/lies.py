@@ -261,7 +261,7 @@ def rows_of_lies(checkpoint: Path, folder: Path, bundle: Path | None, seeds: Seq
     """One row for each lie and seed: what came of it."""
     from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 
-    bundle = bundle or record_run(checkpoint, folder, 1)
+    bundle = bundle or record_run(checkpoint, folder, 1, ["rollout.server.startup_timeout_s=900"])
     path = folder / "lies.yaml"
     path.write_text(f"model: {{checkpoint: {checkpoint}}}\n", encoding="utf-8")
     words = ["rollout.top_p=0.95", "optimizer.lr=0", "learner.micro_batch_rows=32", "sampling_mask.mode=keep"]
