@@ -6,7 +6,6 @@ its arithmetic is torch's.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,6 @@ GLM = "glm4_moe_lite"
 PLAIN, PLAIN_GLM = "expert=2", f"expert=2:model={GLM}"
 FUSED, FUSED_GLM = "expert=2:layers=fused:from=expert=2", f"expert=2:layers=fused:model={GLM}"
 PAIRS = [(FUSED, PLAIN), (FUSED_GLM, PLAIN_GLM)]
-pytestmark = pytest.mark.skipif(
-    not version("megatron-core").startswith("0.16"),
-    reason="the stand-in of Transformer Engine has the names that Megatron-Core 0.16 imports",
-)
 SCRIPT = Path(__file__).parent / "learner_support" / "fused.py"
 
 

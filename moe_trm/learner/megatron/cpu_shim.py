@@ -57,6 +57,9 @@ def import_uncompiled() -> None:
     if torch.cuda.is_available():
         return
     define_stash()
+    # FlashMLA loads libcuda.so.1: without a driver its import is an OSError, and transformer/attention.py:105 of 0.19
+    # expects an ImportError at most. None stands for a module that is not there.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     compiling = torch.compile
     torch.compile = _as_written  # type: ignore[assignment]
     try:

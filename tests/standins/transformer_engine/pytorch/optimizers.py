@@ -71,6 +71,10 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: list[li
         target.copy_(source * scale)
 
 
+multi_tensor_scale_tensor = multi_tensor_scale
+"""The same by a scale that is on the device."""
+
+
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
