@@ -2,9 +2,10 @@
 
 `python -m benchmarks.agent_sessions [--sessions N] [--turns N] [--engine-s S] [--dialect D] [--json FILE]` serves an
 engine that answers after S seconds, and clients in a second process. Each client talks with its own session turn after
-turn, with its whole history, and checks that every answer has the secret of its session. The same clients first talk
+turn, with its whole history, and checks that every answer has the secret of its session. Then the same clients talk
 with the same engine without sessions, over a server that reads JSON and writes JSON. Both rows have the time that a
-client waits beyond S; the difference is added by sessions. CPU seconds are the server process's own.
+client waits beyond S; the difference is added by sessions. CPU seconds are the server process's own. Memory is of the
+first row alone: the second has what the first one freed.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) -> list[Row]:
-    """Figures of the engine alone, then of sessions."""
+    """Figures of sessions, then of the engine alone."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = character_tokenizer()
         tokenizer.chat_template = TEMPLATE
@@ -104,18 +105,19 @@ async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) 
         file, options = Path(folder) / "addresses.json", ("--engine-s", str(engine_s), "--dialect", dialect)
         command = [sys.executable, "-m", "benchmarks.agent_sessions", "--addresses", str(file), "--turns", str(turns)]
         command += options
-        alone = EngineAlone(policy.engine, tokens, params)
-        await alone.start()
-        addresses = [(alone.url, "none")] * num_sessions
-        row = await _served({"server": "engine alone", "interface": dialect}, command, addresses)
-        await alone.close()
         server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 24)
         await server.start()
         sessions = [LiveSession(policy, params, bare=False) for _ in range(num_sessions)]
         opened = [server.open(session) for session in sessions]
         addresses = [(address.base_url, address.api_key) for address in opened]
-        rows = [row, await _served({"server": "sessions", "interface": dialect}, command, addresses)]
+        # First, since what one of them has allocated serves the other.
+        rows = [await _served({"server": "sessions", "interface": dialect}, command, addresses)]
         await server.close()
+        alone = EngineAlone(policy.engine, tokens, params)
+        await alone.start()
+        addresses = [(alone.url, "none")] * num_sessions
+        rows.append(await _served({"server": "engine alone", "interface": dialect}, command, addresses))
+        await alone.close()
     assert all(len(session.tree.nodes) == turns == len(session.tree.leaves()[0].path()) for session in sessions)
     return rows
 

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from moe_trm.corrections.evidence import Correction
 from moe_trm.observe.transcripts import Transcripts
 from moe_trm.rollout.agents.command_host import environment_of
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
@@ -124,15 +126,14 @@ def check(solved: Solved, dialect: str) -> None:
         check_record(leaf)
 
 
-def transcript(tree: SessionTree, folder: Path) -> tuple[str, str]:
+def transcript(solved: Solved, folder: Path) -> tuple[str, str]:
     """The session as a run of its own reports it: the text and the page."""
-    rows = session_rows(
-        tree, "last", prompt_id="shop", sample_id=0, group_id=0, keep_changed=False, finish_reason="stop"
-    )
-    row = TrainRow(replace(rows.sample, routes=None, sampling_mask=None))
-    _, evidence, correction = judged([row])
+    numbers: dict[str, Any] = {"prompt_id": "shop", "sample_id": 0, "group_id": 0}
+    rows = session_rows(solved.tree, "last", **numbers, keep_changed=False, finish_reason="stop")
+    row = TrainRow(replace(rows.sample, routes=None, sampling_mask=None, reward=float(solved.passes)))
+    batch, evidence, _ = judged([row])
     sink = Transcripts(folder, "nowhere", every=1, rollouts=1, decoder=TOKENS)
-    sink.judged([row], evidence, correction)
+    sink.judged([row], evidence, Correction(batch.mask.float(), batch.mask, {}))
     sink.write(1, {})
     path = folder / "transcripts" / "step-000001"
     return path.with_suffix(".txt").read_text(encoding="utf-8"), path.with_suffix(".html").read_text(encoding="utf-8")

@@ -89,8 +89,10 @@ def check_whole(solved: Solved, dialect: str, folder: Path, *, right: bool) -> N
     [leaf] = solved.tree.leaves()
     assert len(leaf.path()) == len(solved.tree.nodes) == 4
     assert [node.context.cut for node in leaf.path()] == [""] * 4
-    text, page = transcript(solved.tree, folder)
+    text, page = transcript(solved, folder)
+    assert f"reward {right:g}" in text
     assert TASK in text
+    assert "cat *.py" in text
     assert "return sum(-PRICES[name] for name in names)" in text, "the output of the agent's first command"
     assert [f"answer {place}" in text for place in range(5)] == [True] * 4 + [False]
     assert text.count(f"over {dialect}") == 4

@@ -205,6 +205,7 @@ def test_what_the_policy_cannot_be_given_is_refused_alike(name: str, change: str
         ("messages", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
         ("messages", {"messages": [user("?"), {"role": "assistant", "content": "I"}]}),
         ("messages", {"messages": [user([{"type": "redacted_thinking", "data": "x"}])]}),  # type: ignore[arg-type]
+        ("messages", {"messages": [user([{"type": "hologram"}])]}),  # type: ignore[arg-type]
         ("messages", {"mcp_servers": [{"type": "url"}]}),
         ("messages", {"output_config": {"format": {"type": "json_schema"}}}),
         ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}),
@@ -216,6 +217,8 @@ def test_what_the_policy_cannot_be_given_is_refused_alike(name: str, change: str
         ("responses", {"previous_response_id": "resp_99"}),
         ("responses", {"include": ["file_search_call.results"]}),
         ("responses", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("responses", {"input": [{"type": "hologram"}]}),
+        ("responses", {"input": [user([{"type": "hologram"}])]}),  # type: ignore[arg-type]
         ("responses", {"input": [{"type": "reasoning", "encrypted_content": "no base64"}]}),
         ("responses", {"conversation": "conv"}),
     ],
@@ -257,7 +260,11 @@ def test_the_name_of_an_answer_of_another_session_is_unknown() -> None:
 
 def test_the_page_has_every_parameter() -> None:
     page = (Path(__file__).parents[4] / "docs" / "agents.md").read_text(encoding="utf-8")
-    assert not [name for name in {*IGNORED, *REFUSED, *OF_THE_RUN} if f"`{name}`" not in page]
+    _, _, behind = page.partition("\n**Refused**")
+    refused, _, behind = behind.partition("\n**Accepted without effect**")
+    accepted, _, _ = behind.partition("\n\n")
+    for names, text in ((REFUSED, refused), (IGNORED, accepted), (OF_THE_RUN, page)):
+        assert not [name for name in names if f"`{name}`" not in text]
 
 
 def test_parameters_without_effect_are_accepted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
