@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -131,18 +132,29 @@ def test_what_a_policy_does_costs_its_own_sample_only() -> None:
     check(samples([*DEEDS], 6, ["--seconds", "15"]), [*DEEDS])
 
 
-def test_the_rows_fail_before_they_are_repaired(tmp_path: Path) -> None:
+def passes(row: Mapping[str, Any], command: str) -> bool:
+    """True if the test of a row passes after a command; else it has to fail, not to break."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, text in row["files"].items():
+            (Path(folder) / file).write_text(text)
+        subprocess.run(["sh", "-c", command], cwd=folder, check=True)
+        done = subprocess.run(row["test"], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) != ("AssertionError" in done.stderr), done.stderr
+    return done.returncode == 0
+
+
+def test_the_rows_fail_until_they_are_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, seed=0, shape=SMALL)
     files = {"prompts": f"{EXAMPLE}/repairs.jsonl", "eval_prompts": f"{EXAMPLE}/heldout.jsonl"}
     build_task(TaskConfig.model_validate({"name": "jsonl", **files}), str(tmp_path), 0)
-    for name in ("repairs.jsonl", "heldout.jsonl"):
-        for line in (EXAMPLE / name).read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            with tempfile.TemporaryDirectory() as folder:
-                for file, text in row["files"].items():
-                    (Path(folder) / file).write_text(text)
-                done = subprocess.run(row["test"], cwd=folder, capture_output=True, text=True, check=False)
-            assert "AssertionError" in done.stderr, row["id"]
+    monkeypatch.syspath_prepend(EXAMPLE)
+    start = runpy.run_path(f"{EXAMPLE}/start.py")
+    monkeypatch.delitem(sys.modules, "agent")
+    rows = [json.loads(line) for path in files.values() for line in Path(path).read_text().splitlines()]
+    assert {row["id"] for row in rows} == {*start["REPAIRS"], "counts"}
+    for row in rows:
+        assert not passes(row, start["NO_REPAIR"])
+        assert row["id"] == "counts" or passes(row, start["REPAIRS"][row["id"]])
 
 
 @pytest.mark.slow
