@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,20 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.stream_names import around_norm
 from moe_trm.models.tensors import EMBEDDING, OUTPUT
-from moe_trm.rollout.servers.backend import Served, ServerBackend, backend_of
+from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.servers.backend import Served, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
-from moe_trm.rollout.servers.question import Question, RequestedFields
-from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.runtime.private import Scratch
 from moe_trm.step.probe.pooled import k3
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.tools.evaluate.measure import push_of
 from moe_trm.tools.growth.split import Array, CellTokens
 from moe_trm.types import MicroBatch, RolloutRecord, SamplingParams, TrainRow
 from routing import RouteRecord, token_digest
 from routing.judge.flips import sets_differ
 from routing.record.sources import Native, Record, RouteSource
 
-ASKED = RequestedFields(routes=True, mask=False)
 CHUNK = 512
 """Tokens whose logits are in memory at once."""
 SAME = 0.05
@@ -59,45 +61,51 @@ LearnerAt = Callable[[Path], AbstractContextManager[Learner]]
 """A learner with the weights of this Hugging Face folder."""
 
 
-def serve_by(served: Served, folder: Path) -> Serve:
-    """A server as the run starts it, once for each checkpoint; its log is in `folder`."""
+def served_texts(
+    served: Served, connect: Callable[[str, str], RolloutEngine], weights: Path, records: Sequence[RolloutRecord]
+) -> Sequence[ServedText]:
+    """A server is started, given `weights` by a push that is proved, and asked for all texts.
 
-    def serve(weights: Path, records: Sequence[RolloutRecord]) -> Sequence[ServedText]:
-        settings = served.rollout.server.model_copy(update={"port": 0, "random_weights": False})
-        rollout = served.rollout.model_copy(update={"server": settings})
-        model = served.model.model_copy(update={"checkpoint": str(weights)})
+    `connect`: the engine of a run on a server with this address and key, which records routes.
+    """
+    with Scratch() as folder:
         key = secrets.token_hex(16)
-        server = start_server(
-            replace(served, model=model, rollout=rollout, routes=True, masks=False), folder / "rollout.log", key
-        )
+        server = start_server(served, folder / "rollout.log", key)
         try:
-            http = EngineHttp(server.url, key, timeout_s=rollout.timeout_s, max_attempts=2)
-            return asyncio.run(_ask(backend_of(rollout.engine), http, ServedModel.from_checkpoint(weights), records))
+            push = push_of(weights, served.rollout.server.dtype, folder)
+
+            async def work() -> list[ServedText]:
+                async with EngineHttp(server.url, key, timeout_s=served.rollout.timeout_s, max_attempts=2) as http:
+                    prefill = partial(backend_of(served.rollout.engine).prefilled, http)
+                    return await ask(connect(server.url, key), prefill, push, records)
+
+            return asyncio.run(work())
         finally:
             server.stop()
 
-    return serve
 
-
-async def _ask(
-    backend: ServerBackend, http: EngineHttp, model: ServedModel, records: Sequence[RolloutRecord]
+async def ask(
+    engine: RolloutEngine,
+    prefill: Callable[[Sequence[int]], Awaitable[Array]],
+    push: WeightPush,
+    records: Sequence[RolloutRecord],
 ) -> list[ServedText]:
-    async with http:
-        return [await _served_text(backend, http, model, record) for record in records]
-
-
-async def _served_text(
-    backend: ServerBackend, http: EngineHttp, model: ServedModel, record: RolloutRecord
-) -> ServedText:
-    ids = record.tokens.tolist()
-    logprobs = await backend.prefilled(http, ids)
-    # One more token is sampled after all but the last: its routes are those of the text.
-    question = Question(tuple(ids[:-1]), SamplingParams(max_new_tokens=1), ASKED)
-    body = await http.request("POST", backend.generate_path, backend.request(question))
-    routes = backend.parse(body, question, model).routes
-    assert routes is not None, "routes were asked for"
-    bound = replace(routes, token_digest=token_digest(record.tokens, record.origin))
-    return ServedText(logprobs[record.sampled[1:]], bound)
+    """Log-probs and routes of the texts from an engine that takes the push first. `prefill`: see `ServerBackend`."""
+    texts = []
+    try:
+        await engine.start()
+        await engine.load_weights(push)
+        for record in records:
+            ids = record.tokens.tolist()
+            logprobs = await prefill(ids)
+            # One more token is sampled after all but the last: its routes are those of the text.
+            routes = (await engine.turn(ids[:-1], SamplingParams(max_new_tokens=1))).routes
+            assert routes is not None, "routes were asked for"
+            bound = replace(routes, token_digest=token_digest(record.tokens, record.origin))
+            texts.append(ServedText(logprobs[record.sampled[1:]], bound))
+    finally:
+        await engine.close()
+    return texts
 
 
 def learner_by(build: Callable[[Path], Learner], backend: str) -> LearnerAt:

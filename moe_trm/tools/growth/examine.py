@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,24 +19,31 @@ from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import ScoresReader
+from moe_trm.rollout.build import build_engine
+from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.servers.backend import Served
+from moe_trm.tools.evaluate.measure import BARE
 from moe_trm.tools.evaluate.subject import Target, answering, find_target, settings_of
 from moe_trm.tools.export.run_folder import RunFolder, open_run
 from moe_trm.tools.growth.cells import (
     Head,
     LearnerAt,
     Serve,
+    ServedText,
     cell_of,
     choices,
     flips,
     learner_by,
     native_pass,
     score_again,
-    serve_by,
+    served_texts,
 )
 from moe_trm.tools.growth.sentences import TITLES, because, cause_of, checks_of
 from moe_trm.tools.growth.split import Array, CellTokens, Rise, TextTokens, split
 from moe_trm.types import RolloutRecord
+
+SERVED: Mapping[str, Mapping[str, Any]] = MappingProxyType({**BARE, "replay": {"mode": "R3"}})
+"""Settings that leave out what only training needs of an engine, but for routes."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +93,25 @@ def examine_growth(run: Path, steps: tuple[int, int], rows: int, scratch: Path) 
     config = _config(targets[1], scratch)
     measures = config.rollout.temperature == 1.0
 
-    def build(weights: Path) -> Learner:
-        model = config.model.model_copy(update={"checkpoint": str(weights)})
-        return build_learner(config.model_copy(update={"model": model}))
+    def at(weights: Path) -> Config:
+        return config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": str(weights)})})
+
+    def serve(weights: Path, records: Sequence[RolloutRecord]) -> Sequence[ServedText]:
+        sections = {name: getattr(config, name).model_copy(update=values) for name, values in SERVED.items()}
+        served = at(weights).model_copy(update=sections)
+
+        def connect(url: str, key: str) -> RolloutEngine:
+            rollout = served.rollout.model_copy(update={"url": url})
+            return build_engine(served.model_copy(update={"rollout": rollout}), key)
+
+        return served_texts(Served.of(served), connect, weights, records)
 
     weights = [target.weights for target in targets]
     cells, tokens = measure(
         texts,
         weights,
-        serve_by(Served.of(config), scratch),
-        learner_by(build, config.learner.backend),
+        serve,
+        learner_by(lambda weights: build_learner(at(weights)), config.learner.backend),
         replays=config.replay.mode == "R3",
         keeps_masks=config.keeps_masks,
         measures=measures,
