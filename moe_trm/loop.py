@@ -140,6 +140,7 @@ def train(
                             entropy=objective.needs_entropy,
                             kept_mass=masks is not None and not part.scores,
                             lr_scale=lr_scale,
+                            router_terms=objective.router_terms(part),
                         )
                         for index, part in enumerate(minibatches * config.learner.epochs)
                     ]
@@ -196,7 +197,10 @@ def rescued(checkpoints: Checkpoints, step: int, learner: Learner) -> Iterator[N
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """`optimizer/*` of a step. Updates in which nothing trained are counted (`empty`), and are no part of the rest."""
+    """`optimizer/*` of a step, and `loss/router_*` where routers have losses of their own.
+
+    Updates in which nothing trained are counted (`empty`), and are no part of the rest.
+    """
     tried = [update for update in updates if not update.is_empty]
     metrics = {
         "optimizer/steps": float(len(tried)),
@@ -215,6 +219,9 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
         metrics["optimizer/grad_cosine"] = fmean(cosines)
     if updates and (noise := updates[-1].layer_noise) is not None:
         metrics["optimizer/layer_noise"] = noise
+    if terms := [result.router_losses for result in updates if result.router_losses is not None]:
+        metrics["loss/router_aux"] = fmean(term.balance for term in terms)
+        metrics["loss/router_z"] = fmean(term.z for term in terms)
     return metrics
 
 

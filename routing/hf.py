@@ -11,7 +11,8 @@ Gate weights are recomputed over the replayed ids from the live logits, with gra
 but are not part of the weights. Every replayed forward checks that this is the gate's own formula, by applying it to
 the gate's own ids. Where it no longer is, `report` refuses.
 
-The auxiliary loss stays natural: transformers takes its top-k from the returned logits.
+An auxiliary loss stays natural: transformers takes its top-k from the returned logits, and so does
+`routing.replay.router_losses`.
 
 Shape letters: B sequences, R columns, N = B * R tokens in batch order (token `n` is column `n % R` of sequence `n //
 R`), K experts per token, E experts.
@@ -326,7 +327,7 @@ class HFReplayer:
         if running.watch is not None and not recompute:
             running.watch.see(layer, logits, ids, sigmoid=contract.sigmoid)
         if ids is live:
-            return None
+            return self._with_losses(layer, output, logits, weights, ids)
         with torch.no_grad():
             formula_weights = contract.gate_weights(logits, live).to(weights.dtype)
             # What attention makes of padding may be NaN, which is close to nothing.
@@ -334,10 +335,23 @@ class HFReplayer:
             self._other_formula[layer] += (differs_N & running.due).sum()
         # The weight of a frozen gate with an adapter says nothing; what trains below the weights is in the logits.
         self._has_gradient[layer] = logits.requires_grad
+        # A view, so that the gradient of the routers' own losses is no answer of the weights.
+        weighed = logits.view_as(logits)
         if logits.requires_grad and self._gates.watches(layer):
-            logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
+            weighed.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         self._logits[layer] = logits.detach()
-        return contract.write(output, contract.gate_weights(logits, ids).to(weights.dtype), ids)
+        replayed = contract.gate_weights(weighed, ids).to(weights.dtype)
+        return self._with_losses(layer, contract.write(output, replayed, ids), logits, replayed, ids)
+
+    def _with_losses(
+        self, layer: int, output: tuple[Any, ...], logits: Tensor, weights: Tensor, ids: Tensor
+    ) -> tuple[Any, ...]:
+        """See `routing.replay.router_losses`."""
+        losses = self._running.current()[0].losses
+        if losses is None:
+            return output
+        contract = self._contracts[layer]
+        return contract.write(output, losses.attach(layer, weights, logits, self.top_k, sigmoid=contract.sigmoid), ids)
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running, recompute = self._running.current()

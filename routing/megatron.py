@@ -5,7 +5,8 @@ puts one object there for each MoE layer of the forwarded model. Megatron's proc
 used. Only the selection is replaced. Megatron computes gate weights from live logits over the replayed ids, for softmax
 before or after the top-k and for sigmoid with expert bias. So gradients reach the router.
 
-Natural: auxiliary load-balancing losses take their own top-k from the logits, so they see natural routing. Not natural:
+Natural: auxiliary load-balancing losses, Megatron's and those of `routing.replay.router_losses`, take their own top-k
+from the logits, so they see natural routing. Not natural:
 expert-bias statistics count the routing map, so under replay they count replayed routes.
 
 The proof does not trust the object that replays. Just before the experts compute, the dispatcher's own routing map is
@@ -289,14 +290,16 @@ class MegatronReplayer:
     def _attach(self, layer: int, moe: Any) -> None:
         settings = moe.router.config
         logits = settings.moe_router_score_function == "softmax" and not settings.moe_router_pre_softmax
-        tap = RouterTap(layer, self._running.current, logits=logits)
+        answered = partial(self._gates.answered, layer)
+        tap = RouterTap(layer, self._running.current, logits=logits, answered=answered)
         self._previous[layer] = moe.router.router_replay
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
         self._hooks.append(moe.router.register_forward_hook(partial(self._prove_gate, layer)))
         self._hooks.append(moe.router.register_forward_hook(partial(self._watch, layer)))
+        self._hooks.append(moe.router.register_forward_hook(partial(self._add_losses, layer)))
         if moe.router.weight.requires_grad:
-            self._hooks.append(moe.router.weight.register_hook(partial(self._gates.answered, layer)))
+            self._hooks.append(moe.router.weight.register_hook(partial(self._answered, layer)))
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
 
     def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
@@ -317,7 +320,7 @@ class MegatronReplayer:
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             if not router.weight.is_leaf:
                 # Made anew for each forward, of a frozen weight and an adapter: hooks of the attached one see nothing.
-                router.weight.register_hook(partial(self._gates.answered, layer))
+                router.weight.register_hook(partial(self._answered, layer))
             self._gates.asks(layer, weights)
 
     def _watch(self, layer: int, router: Any, args: tuple[Tensor, ...], _output: Any) -> None:
@@ -329,6 +332,22 @@ class MegatronReplayer:
             logits = router.gating(args[0]).view(-1, int(self.config.num_moe_experts))
         sigmoid = self.config.moe_router_score_function == "sigmoid"
         running.watch.see(layer, logits, running.used(layer), sigmoid=sigmoid)
+
+    def _answered(self, layer: int, gradient: Tensor) -> None:
+        """A gradient at the router's weight. With losses of its own it says nothing: then the scores are watched."""
+        owner = self._running.backward
+        if owner is None or owner.losses is None:
+            self._gates.answered(layer, gradient)
+
+    def _add_losses(self, layer: int, router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> Any:
+        """See `routing.replay.router_losses`."""
+        running, _ = self._running.current()
+        if running.losses is None:
+            return output
+        logits = router.gating(args[0]).view(-1, int(self.config.num_moe_experts))
+        sigmoid = self.config.moe_router_score_function == "sigmoid"
+        top_k = int(self.config.moe_router_topk)
+        return running.losses.attach(layer, output[0], logits, top_k, sigmoid=sigmoid), *output[1:]
 
     def _layers_of(self, model: Any) -> list[int]:
         if model is None and len(self._chunks) > 1:

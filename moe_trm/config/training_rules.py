@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moe_trm.config import pipeline_layout
 from moe_trm.config.correction_rules import loss_facts, preset_of
 from moe_trm.config.learning_rate import learning_rate
+from moe_trm.config.lora_rules import ROUTER
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import (
     AdvantageConfig,
@@ -42,6 +43,7 @@ def refusals(config: Config) -> list[Problem]:
     return [
         *_batch(config.batch, config.rollout, config.learner, config.advantage, config.loss),
         *_routers(config.learner, config.loss, config.pipeline, config.replay),
+        *_router_losses(config.learner, config.loss),
         *_kl(config.kl, config.advantage, config.batch),
         *_optimizer(config.optimizer, config.learner, config.train, config.pipeline),
         *_parallel(config.learner),
@@ -134,6 +136,22 @@ def _routers(
     for key, fits, got, why, expected in needed:
         if not fits:
             yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
+
+
+def _router_losses(learner: LearnerConfig, loss: LossConfig) -> Iterator[Problem]:
+    """Losses of routers that do not train would move the hidden states alone."""
+    frozen = [("learner.freeze_router", "true", "false")] if learner.freeze_router else []
+    if learner.lora.rank and ROUTER not in learner.lora.targets:
+        frozen.append(("learner.lora.targets", ", ".join(learner.lora.targets), f"{ROUTER} among them"))
+    for term, coef in loss.router_coefs.items():
+        for key, got, expected in frozen:
+            yield Problem(
+                key,
+                "a loss of routers that do not train would bend the hidden states to them",
+                got=f"{got} with {term}={coef}",
+                expected=expected,
+                fix=f"set {term}=0, or train the routers",
+            )
 
 
 def _kl(kl: KlConfig, advantage: AdvantageConfig, batch: BatchConfig) -> Iterator[Problem]:

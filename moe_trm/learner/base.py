@@ -25,6 +25,7 @@ from routing.judge.alignment import examine, refuse
 from routing.judge.flip_bound import FlipBoundError
 from routing.judge.sample_flips import keys_of
 from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+from routing.replay.router_losses import RouterLosses, RouterTerms
 
 Look = Callable[[Sequence[RouteSource]], Sequence[Recorded | None]]
 """A forward of the same micro-batches at the same weights, with other sources: the routes it used."""
@@ -168,6 +169,13 @@ class LearnerBase:
     def _perturbing(self) -> AbstractContextManager[None]:
         """The context of an update's forward and backward passes."""
         return self._noise.perturbing() if self._noise else nullcontext()
+
+    def _router_losses(self, terms: RouterTerms, losses: Sequence[RouterLosses]) -> RouterTerms:
+        """The routers' losses of an update, times `terms`, over all ranks. Collective."""
+        sums = sum((part.sums for part in losses), torch.zeros(2, dtype=torch.float64, device=self.device))
+        sums = self.sum_over_stages(self.sum_over_slices(sums))
+        reduced = self.reduce({"balance": sums[0], "z": sums[1]})
+        return RouterTerms(terms.balance * reduced["balance"], terms.z * reduced["z"])
 
     def _verify(
         self, batches: Sequence[TokenBatch] = (), sources: Sequence[RouteSource] = (), look: Look | None = None

@@ -1,4 +1,4 @@
-"""Routes of a model that has none: refused in every learner. Imports no torch."""
+"""Routes and routers of a model that has none: refused in every learner. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_trm.errors import ConfigError
 
 
 def check_routes(config: Config, architecture: str, *, is_moe: bool) -> None:
-    """Refuse replay and probes of a dense model with `ConfigError`, in which `architecture` is named."""
+    """Refuse replay, probes and losses of routers of a dense model with `ConfigError`, which names `architecture`."""
     if is_moe:
         return
     mode, reason = replay_mode(config.learner, config.replay, config.pipeline, config.correction)
@@ -19,6 +19,14 @@ def check_routes(config: Config, architecture: str, *, is_moe: bool) -> None:
             got=f"{mode} ({reason}) with {architecture}, which has no MoE layer",
             expected="none",
             fix="Set replay.mode=none or use a MoE checkpoint.",
+        )
+    for key, coef in config.loss.router_coefs.items():
+        raise ConfigError(
+            "a loss of routers needs a mixture of experts",
+            where=key,
+            got=f"{coef} with {architecture}, which has no MoE layer",
+            expected=0,
+            fix=f"Set {key}=0 or use a MoE checkpoint.",
         )
     if config.probe.every:
         raise ConfigError(

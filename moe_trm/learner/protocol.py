@@ -19,6 +19,7 @@ from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.record.router_shift import RouterScores
 from routing.record.sources import Recorded, ReplayReport, RouteSource
+from routing.replay.router_losses import RouterTerms
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class UpdateResult:
     """Result of one optimizer step.
 
     It has the gradient norm before clipping, the learning rate used, whether the step was applied, the loss scale where
-    the dtype needs one, the cosine to the gradient before, where it is measured, and the mean size of the noise on the
-    layers' inputs, where there is any. Gradients that are not finite are refused.
+    the dtype needs one, the cosine to the gradient before, where it is measured, the mean size of the noise on the
+    layers' inputs, where there is any, and the losses of the routers, times their factors. Gradients that are not
+    finite are refused.
     """
 
     grad_norm: float
@@ -64,6 +66,7 @@ class UpdateResult:
     loss_scale: int | None = None
     cosine: float | None = None
     layer_noise: float | None = None
+    router_losses: RouterTerms | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -137,12 +140,14 @@ class Learner(Resumable, Protocol):
         entropy: bool = False,
         kept_mass: bool = False,
         lr_scale: float = 1.0,
+        router_terms: RouterTerms | None = None,
     ) -> UpdateResult:
         """Make one optimizer step, at `lr_scale` times the scheduled learning rate.
 
         None is made where every gradient is zero (`UpdateResult.is_empty`). With `entropy`, scores have the policy's
-        entropy, with `kept_mass` the log kept masses. Gradients of an earlier update that was refused half way are
-        forgotten.
+        entropy, with `kept_mass` the log kept masses. With `router_terms`, the routers' own losses
+        (`routing.replay.router_losses`) over the forwarded tokens are part of the loss. Gradients of an earlier update
+        that was refused half way are forgotten.
 
         `objective(i, current)` is called once for each batch on every rank. Ranks of one model that hold the same rows
         call it with the same scores; of pipeline stages only the last one's call makes the gradient. It returns the

@@ -31,6 +31,7 @@ from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import AnchoredMinibatch
 from moe_trm.step.recipe import Recipe, recipe
 from moe_trm.step.thresholds import Thresholds
+from routing.replay.router_losses import RouterTerms
 
 TERMS = frozenset({"loss/policy", "loss/kl", "loss/rollout_kl", "loss/entropy"})
 """Metrics that are sums of shares: the terms of the loss."""
@@ -94,6 +95,11 @@ class Objective:
     def needs_entropy(self) -> bool:
         """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
+
+    def router_terms(self, part: Anchored) -> RouterTerms | None:
+        """Factors of the routers' own losses in the update of `part`; None: there are none."""
+        terms, rows = self._recipe.router_terms, max(part.mini.num_sequences, 1)
+        return terms and RouterTerms(terms.balance / rows, terms.z / rows)
 
     @property
     def watches_routers(self) -> bool:

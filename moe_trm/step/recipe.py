@@ -24,6 +24,7 @@ from moe_trm.methods.own import is_own
 from moe_trm.methods.parameters import Parameter
 from moe_trm.methods.presets import Preset
 from moe_trm.step.trial import try_loss, try_rule
+from routing.replay.router_losses import RouterTerms
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
@@ -62,6 +63,7 @@ class Recipe:
         aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
         kl_estimator: the KL to the reference, where there is one; `kl_ratio` weighs `k3_is`, up to 1 + `kl_clip`.
         rollout_kl_coef: of the soft KL to the policy that sampled.
+        router_terms: coefficients of the routers' own losses; None: they have none.
         entropy: whether updates need the policy's entropy; `entropy_coef` is its bonus.
     """
 
@@ -75,6 +77,7 @@ class Recipe:
     kl_ratio: str
     kl_clip: float | None
     rollout_kl_coef: float
+    router_terms: RouterTerms | None
     entropy: bool
     entropy_coef: float
     acts: bool = True
@@ -138,6 +141,9 @@ def recipe(config: Config) -> Recipe:
         kl_ratio=config.kl.ratio,
         kl_clip=config.kl.clip,
         rollout_kl_coef=config.loss.rollout_kl_coef,
+        router_terms=RouterTerms(config.loss.router_aux_coef, config.loss.router_z_coef)
+        if config.loss.router_coefs
+        else None,
         entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or "entropy" in loss.loss.needs,
         entropy_coef=config.loss.entropy_coef,
     )

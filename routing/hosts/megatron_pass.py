@@ -19,8 +19,15 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class RouterTap:
     """Object at `router.router_replay` of one MoE layer: passes Megatron's call to the running pass."""
 
-    def __init__(self, layer: int, running: Callable[[], tuple[ReplayPass, bool]], *, logits: bool) -> None:
-        self.layer, self.running = layer, running
+    def __init__(
+        self,
+        layer: int,
+        running: Callable[[], tuple[ReplayPass, bool]],
+        *,
+        logits: bool,
+        answered: Callable[[Tensor], None],
+    ) -> None:
+        self.layer, self.running, self._answered = layer, running, answered
         self._logits = logits
         """True when the router takes the top-k of its logits, not of scores made from them."""
 
@@ -48,4 +55,6 @@ class RouterTap:
         with torch.no_grad():
             live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
         ids = running.choose(self.layer, live, recompute)
+        if running.losses is not None and scores.requires_grad:
+            scores.register_hook(self._answered)  # type: ignore[no-untyped-call]
         return scores.gather(1, ids), ids

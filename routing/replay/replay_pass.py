@@ -21,6 +21,7 @@ from routing.record.router_shift import RouterWatch
 from routing.record.sources import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.replay.gate_proof import check_gates
 from routing.replay.proof import shared
+from routing.replay.router_losses import RouterLosses
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -57,7 +58,10 @@ class Counters:
 
 
 class ReplayPass:
-    """One forward under one route source, and the recomputation of it in backward."""
+    """One forward under one route source, and the recomputation of it in backward.
+
+    `losses`, where it is set before the forward: what the routers add to their gradient.
+    """
 
     def __init__(self, source: RouteSource, layer_ids: Sequence[int], num_local: int, counters: Counters) -> None:
         self.replays = isinstance(source, ReplayRecords | ReplayRecorded)
@@ -81,6 +85,7 @@ class ReplayPass:
         self.indexer = IndexerPass()
         scores = None if isinstance(source, Native) else source.scores
         self.watch = None if scores is None else RouterWatch(scores)
+        self.losses: RouterLosses | None = None
 
     def expect(
         self,

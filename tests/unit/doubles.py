@@ -18,6 +18,7 @@ from moe_trm.sync.manifest import Share, TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TokenBatch
 from routing.record.sources import ReplayReport, RouteSource
+from routing.replay.router_losses import RouterTerms
 
 
 def _unexpected(name: str) -> AssertionError:
@@ -73,6 +74,7 @@ class StandInLearner(Learner):
         entropy: bool = False,
         kept_mass: bool = False,
         lr_scale: float = 1.0,
+        router_terms: RouterTerms | None = None,
     ) -> UpdateResult:
         raise _unexpected("update")
 

@@ -103,8 +103,23 @@ class LossConfig(Section):
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Bonus per nat of the policy's entropy, over the whole vocabulary whatever the sampling mask; 0: none. Costs one
     more pass of the output layer over the vocabulary. Try 0.001."""
+    router_aux_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the routers' load-balancing loss, with its value for each row as in Switch Transformer and
+    DeepSeek-V3: E times the sum over experts of the share of choices times the mean score, averaged over the rows of
+    the minibatch and added up over layers. An even load has 1 in each layer. All forwarded tokens count, also those of
+    prompts. Choices are those of the live router, under replay too (docs/routes.md). 0: none, whatever
+    `router_aux_loss_coef` of config.json. Try 0.001."""
+    router_z_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the routers' z-loss: the mean square of the logsumexp of their logits, over the tokens of each
+    row, likewise averaged and added up; 0: none. Try 0.001."""
     measure_entropy: bool = False
     """Measure the entropy (`policy/entropy`) without rewarding it; the same cost."""
+
+    @property
+    def router_coefs(self) -> dict[str, float]:
+        """The coefficients of the routers' own losses by key, where there are any."""
+        coefs = {f"loss.{name}": getattr(self, name) for name in ("router_aux_coef", "router_z_coef")}
+        return {key: coef for key, coef in coefs.items() if coef}
 
     @property
     def clips(self) -> dict[str, float]:

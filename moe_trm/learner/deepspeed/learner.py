@@ -26,8 +26,10 @@ from routing.hf import HFReplayer
 from routing.judge.sample_flips import keys_of
 from routing.layout.packed import AnyLayout, PackedLayout
 from routing.layout.padded import Layout
+from routing.layout.rows import Rows
 from routing.record.sources import Record, Recorded, RouteSource, row_lengths
 from routing.replay.replay_pass import ReplayPass
+from routing.replay.router_losses import RouterLosses, RouterTerms
 
 
 class DeepSpeedLearner(LearnerBase):
@@ -105,6 +107,7 @@ class DeepSpeedLearner(LearnerBase):
         entropy: bool = False,
         kept_mass: bool = False,
         lr_scale: float = 1.0,
+        router_terms: RouterTerms | None = None,
     ) -> UpdateResult:
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass, entropy=entropy)
@@ -112,6 +115,11 @@ class DeepSpeedLearner(LearnerBase):
         self._engine.train()
         self._optimizer.begin()
         trains = torch.zeros(1, device=self._device)
+        if router_terms is not None:
+            trains.fill_(any(bool(batch.valid.any()) for batch in batches))
+        # ZeRO averages gradients over the ranks; the objective already carries its denominators.
+        scale = self._optimizer.scale * self.data_size
+        losses = [] if router_terms is None else [self._losses(batch, router_terms, scale) for batch in batches]
 
         def note(gradient: Tensor) -> None:
             trains.logical_or_(gradient.any())
@@ -120,7 +128,7 @@ class DeepSpeedLearner(LearnerBase):
             with self._perturbing():
                 for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
                     self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-                    current = self._forward(batch, source, scoring_of)
+                    current = self._forward(batch, source, scoring_of, losses[index] if losses else None)
                     for scored in (current.logprobs, current.entropy):
                         if scored is not None:
                             scored.register_hook(note)  # type: ignore[no-untyped-call]
@@ -129,12 +137,12 @@ class DeepSpeedLearner(LearnerBase):
                         # A batch without scored tokens still runs backward: the other ranks wait for its part of the
                         # reduction.
                         value = value + 0.0 * current.logprobs.sum()
-                    # ZeRO averages gradients over the ranks; the objective already carries its denominators.
                     self._engine.backward(value * self.data_size, scale_wrt_gas=False)
             self._verify(batches, sources, partial(self._look, batches))
         dist.all_reduce(trains, dist.ReduceOp.MAX)
-        scale = self._optimizer.scale * self.data_size
         result = self._optimizer.step(lr_scale) if trains else self._optimizer.skip(lr_scale)
+        if router_terms is not None:
+            result = replace(result, router_losses=self._router_losses(router_terms, losses))
         return self._noise.step(result, scale) if self._noise else result
 
     @torch.no_grad()
@@ -144,7 +152,19 @@ class DeepSpeedLearner(LearnerBase):
             self._forward(batch, source, scoring_of).recorded for batch, source in zip(batches, sources, strict=True)
         ]
 
-    def _forward(self, batch: TokenBatch, source: RouteSource, scoring_of: Callable[[TokenBatch], Scoring]) -> Scores:
+    def _losses(self, batch: TokenBatch, terms: RouterTerms, scale: float) -> RouterLosses:
+        layout = self._layout(batch)
+        rows = layout.rows() if isinstance(layout, PackedLayout) else Rows.right_padded(batch.valid)
+        row_of = torch.where(rows.mask().flatten(), rows.sequence_of(), -1)
+        return RouterLosses(terms, row_of, torch.tensor(rows.lengths), self._device, scale=scale)
+
+    def _forward(
+        self,
+        batch: TokenBatch,
+        source: RouteSource,
+        scoring_of: Callable[[TokenBatch], Scoring],
+        losses: RouterLosses | None = None,
+    ) -> Scores:
         moved, layout = on_device(batch, self._device), self._layout(batch)
         scoring = scoring_of(moved)
         inputs = layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout
@@ -153,6 +173,7 @@ class DeepSpeedLearner(LearnerBase):
             channels = self._engine(*inputs)
             return scoring.scores(whole_channels(channels, layout))
         with self._routed(self._replayer, batch, source, layout) as this_pass:
+            this_pass.losses = losses
             channels = self._engine(*inputs)
         recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
         if recorded is not None and isinstance(layout, PackedLayout):

@@ -32,6 +32,7 @@ from moe_trm.types import TokenBatch
 from routing.hosts.megatron_checks import all_moe_layer_ids
 from routing.megatron import MegatronReplayer
 from routing.record.sources import Recorded, RouteSource
+from routing.replay.router_losses import RouterTerms
 
 
 class MegatronLearner(LearnerBase):
@@ -115,6 +116,7 @@ class MegatronLearner(LearnerBase):
         entropy: bool = False,
         kept_mass: bool = False,
         lr_scale: float = 1.0,
+        router_terms: RouterTerms | None = None,
     ) -> UpdateResult:
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass, entropy=entropy)
@@ -129,7 +131,9 @@ class MegatronLearner(LearnerBase):
         self._has_gradients = True
         with self._snapshots.computing():
             with self._perturbing():
-                channels, _ = self._schedule.run(batches, sources, scoring_of, loss)
+                channels, kept = self._schedule.run(
+                    batches, sources, scoring_of, loss, router_terms, scale=self._optimizer.scale
+                )
             if not self._parts.on_last_stage:
                 # The gradient came from the last stage; what an objective counts and remembers has to be the same on
                 # all of them.
@@ -140,6 +144,9 @@ class MegatronLearner(LearnerBase):
         scale, result = self._optimizer.scale, self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         self._has_gradients = False
+        if router_terms is not None:
+            losses = [part for routed in kept for part in routed.losses]
+            result = replace(result, router_losses=self._router_losses(router_terms, losses))
         return self._noise.step(result, scale) if self._noise else result
 
     def _train(self, mode: bool) -> None:

@@ -5,6 +5,7 @@ Shape letters: B rows, R padded row length, C columns of this rank, P channels o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,8 +25,10 @@ from moe_trm.types import TokenBatch
 from routing.layout.packed import AnyLayout
 from routing.megatron import MegatronReplayer
 from routing.record.router_shift import RouterScores
-from routing.record.sources import Native, Recorded, RouteSource
+from routing.record.sources import Native, Recorded, RouteSource, row_lengths
+from routing.replay.proof import locate
 from routing.replay.replay_pass import ReplayPass
+from routing.replay.router_losses import RouterLosses, RouterTerms
 
 ScoringOf = Callable[[TokenBatch], Scoring]
 Loss = Callable[[int, Tensor, Tensor | None], Tensor]
@@ -34,10 +37,13 @@ Loss = Callable[[int, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Routed:
-    """Results of one pass of this rank's routers: the routes if they were to be recorded, and the scores."""
+    """Results of one pass of this rank's routers: the routes if they were to be recorded, the scores, and the losses of
+    each chunk.
+    """
 
     recorded: Recorded | None = None
     scores: RouterScores | None = None
+    losses: tuple[RouterLosses, ...] = ()
 
 
 class Schedule:
@@ -61,8 +67,13 @@ class Schedule:
         sources: Sequence[RouteSource],
         scoring_of: ScoringOf,
         loss: Loss | None = None,
+        router_terms: RouterTerms | None = None,
+        *,
+        scale: float = 1.0,
     ) -> tuple[list[Tensor], list[Routed]]:
         """All micro-batches, backward too when there is a `loss`, which only the last stage calls.
+
+        With `router_terms`, routers add their own losses to the gradient, times `scale`.
 
         Returns the channels of each micro-batch, without gradient and on every rank, and what was to be kept of this
         rank's routers.
@@ -79,7 +90,8 @@ class Schedule:
             number = next(waiting)
             batch, source = step.inputs(number)
             layout = step.layout(number)
-            output, this_pass = self._forward(model, batch, source, layout, scoring_of)
+            losses = None if router_terms is None else self._losses(batch, layout, router_terms, scale)
+            output, this_pass = self._forward(model, batch, source, layout, scoring_of, losses)
             if number is not None and this_pass is not None:
                 step.keep(number, this_pass, layout)
             return output, partial(step.finish, number, layout)
@@ -97,10 +109,25 @@ class Schedule:
         )
         shapes = [(len(scoring_of(batch).channels), *batch.input_ids.shape) for batch in batches]
         scored = self._parts.from_last_stage([step.channels[i] for i in sorted(step.channels)], shapes, self._device)
-        return scored, [Routed(step.routes.get(number), step.scores.get(number)) for number in range(len(batches))]
+        return scored, [
+            Routed(step.routes.get(number), step.scores.get(number), tuple(step.losses[number]))
+            for number in range(len(batches))
+        ]
+
+    def _losses(self, batch: TokenBatch, layout: AnyLayout, terms: RouterTerms, scale: float) -> RouterLosses:
+        lengths = torch.tensor(row_lengths(batch.valid))
+        row_of, column = map(torch.from_numpy, locate(layout))
+        row_of = torch.where(column < lengths[row_of], row_of, -1)
+        return RouterLosses(terms, row_of, lengths, self._device, scale=scale, over_ranks=self._parts.sum_over_slices)
 
     def _forward(
-        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: AnyLayout, scoring_of: ScoringOf
+        self,
+        model: torch.nn.Module,
+        batch: TokenBatch,
+        source: RouteSource,
+        layout: AnyLayout,
+        scoring_of: ScoringOf,
+        losses: RouterLosses | None,
     ) -> tuple[Tensor, ReplayPass | None]:
         moved = on_device(batch, self._device)
         scoring = cut_scoring(scoring_of(moved), layout)
@@ -114,6 +141,7 @@ class Schedule:
         with self._replayer.use(
             source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model, samples=batch.sample_ids
         ) as this_pass:
+            this_pass.losses = losses
             output: Tensor = model(*inputs, **options)
         return output, this_pass
 
@@ -134,6 +162,7 @@ class _Step:
         self._layouts: dict[int | None, AnyLayout] = {}
         self.routes: dict[int, Recorded] = {}
         self.scores: dict[int, RouterScores] = {}
+        self.losses: dict[int, list[RouterLosses]] = defaultdict(list)
         self._shifts: dict[int, Tensor] = {}
         self._lengths = [batch.input_ids.shape[1] for batch in batches]
         self._sources, self._parts, self._loss, self._device = sources, parts, loss, device
@@ -159,6 +188,8 @@ class _Step:
         if this_pass.records:
             recorded, earlier = this_pass.recorded(), self.routes.get(number)
             self.routes[number] = recorded if earlier is None else earlier.with_layers_of(recorded)
+        if this_pass.losses is not None:
+            self.losses[number].append(this_pass.losses)
         if this_pass.watch is None:
             return
         if (scores := this_pass.watch.scores()) is not None:

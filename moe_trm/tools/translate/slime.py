@@ -9,6 +9,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.tools.translate.draft import Draft
 from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.tools.translate.megatron_fp8 import BFLOAT16_LAYERS, fp8
+from moe_trm.tools.translate.router_losses import router_losses
 from moe_trm.tools.translate.slime_correction import CORRECTION
 from moe_trm.tools.translate.slime_run import RUN
 from moe_trm.tools.translate.sources import flag_settings
@@ -238,6 +239,7 @@ _RULES: Sequence[Rule] = (
         ("learner.dtype", "learner.transformer_engine"),
         _precision,
     ),
+    router_losses("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-router-load-balancing-type", number, word),
     fp8(
         "fp8-format",
         "fp8-recipe",

@@ -205,10 +205,14 @@ def _auxiliary(draft: Draft) -> None:
     key = "router_aux_loss_coef"
     coefficient = number(draft, key)
     if coefficient is None:
-        draft.remark(f"TRL adds the routers' load-balancing loss, by default {key}=0.001: there is none here")
+        draft.remark(
+            f"TRL adds the routers' load-balancing loss, by default {key}=0.001: set loss.router_aux_coef for it"
+        )
     elif coefficient:
         raise NeedsDecisionError(
-            key, "a term of the objective that balances experts: there is none here. Set it to 0, or train without it"
+            key,
+            "a term of the objective that balances experts, there over all layers together and added up over the K "
+            "choices of a token: with L layers, loss.router_aux_coef of K / L times as much is nearest",
         )
     else:
         draft.same(key)
@@ -312,7 +316,7 @@ _RULES: Sequence[Rule] = (
     ),
     Rule(("beta", "use_bias_correction_kl"), ("kl.coef", "kl.estimator", "kl.ratio"), _kl),
     Rule(("use_vllm", "vllm_mode"), ("rollout.colocate",), _engine),
-    Rule(("router_aux_loss_coef",), (), _auxiliary),
+    Rule(("router_aux_loss_coef",), ("loss.router_aux_coef",), _auxiliary),
     Rule(
         (
             "use_adaptive_entropy",

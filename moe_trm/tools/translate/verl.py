@@ -9,6 +9,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.tools.translate.draft import Draft
 from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisionError
 from moe_trm.tools.translate.megatron_fp8 import BFLOAT16_LAYERS, fp8
+from moe_trm.tools.translate.router_losses import router_losses
 from moe_trm.tools.translate.sources import hydra_settings
 from moe_trm.tools.translate.tables import Tables
 from moe_trm.tools.translate.template_variables import template_variables
@@ -358,6 +359,13 @@ _RULES: Sequence[Rule] = (
         _micro_batches,
     ),
     Rule((_UNPADDED,), ("batch.layout",), _layout),
+    router_losses(
+        f"{_TRANSFORMER}.moe_aux_loss_coeff",
+        f"{_TRANSFORMER}.moe_z_loss_coeff",
+        f"{_TRANSFORMER}.moe_router_load_balancing_type",
+        number,
+        text,
+    ),
     fp8(
         f"{_TRANSFORMER}.fp8",
         f"{_TRANSFORMER}.fp8_recipe",

@@ -209,3 +209,20 @@ def test_state_on_the_host_is_one_setting() -> None:
 def test_ranks_that_share_sequences_have_one_budget_together(flag: str, tokens: int) -> None:
     draft = of_slime(f"--use-dynamic-batch-size --max-tokens-per-gpu 16384 {flag}")
     assert draft.values["learner.micro_batch_tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("line", "coefs", "remarks"),
+    [
+        ("--moe-aux-loss-coeff 0.01", (0.01, None), 1),
+        ("--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss", (0.01, None), 0),
+        ("--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none --moe-z-loss-coeff 1e-3", (None, 1e-3), 0),
+        ("--moe-aux-loss-coeff 0 --moe-router-load-balancing-type aux_loss", (None, None), 0),
+        ("--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type global_aux_loss", ("???", "???"), 0),
+    ],
+)
+def test_losses_of_routers_are_ours(line: str, coefs: tuple[Any, Any], remarks: int) -> None:
+    draft = of_slime(line)
+    assert tuple(draft.values.get(f"loss.router_{name}_coef") for name in ("aux", "z")) == coefs
+    assert sum("micro-batch" in remark and "aux_loss" in remark for remark in draft.remarks) == remarks
+    assert [key for key in draft.settings if not draft.accounted(key)] == []
