@@ -96,7 +96,7 @@ class Objective:
         """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
 
-    def router_terms(self, part: Anchored) -> RouterTerms | None:
+    def router_terms(self, part: AnchoredMinibatch) -> RouterTerms | None:
         """Factors of the routers' own losses in the update of `part`; None: there are none."""
         terms, rows = self._recipe.router_terms, max(part.mini.num_sequences, 1)
         return terms and RouterTerms(terms.balance / rows, terms.z / rows)
