@@ -49,7 +49,8 @@ def _float(values: Tensor) -> Tensor:
 def _integers(bits: int) -> Callable[[Tensor], Tensor]:
     def rounded(weight: Tensor) -> Tensor:
         scale = weight.abs().amax(-2, keepdim=True) / (2 ** (bits - 1) - 1)
-        return torch.round(weight / scale) * scale
+        on_grid: Tensor = torch.round(weight / scale) * scale
+        return on_grid
 
     return rounded
 
@@ -95,7 +96,8 @@ def made_weights(seed: int) -> Weights:
     made = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(*shape, generator=made) / shape[-2] ** 0.5).requires_grad_()
+        drawn: Tensor = scale * torch.randn(*shape, generator=made) / shape[-2] ** 0.5
+        return drawn.requires_grad_()
 
     weights = {"embed": matrix(VOCAB, WIDTH, scale=VOCAB**0.5), "head": matrix(WIDTH, VOCAB, scale=1.5)}
     for layer in range(LAYERS):
@@ -260,7 +262,7 @@ class Run:
         groups = rewards_B.view(PROMPTS, GROUP)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
         self._optimizer.zero_grad()
-        (-(advantages[:, None] * current_BS).mean()).backward()
+        torch.autograd.backward(-(advantages[:, None] * current_BS).mean())
         size = torch.nn.utils.clip_grad_norm_([*self._weights.values()], 1.0)
         self._optimizer.step()
         self._versions = [*self._versions[-8:], self._copy()]

@@ -112,16 +112,18 @@ def test_ranks_with_parts_of_the_rows_add_up_to_the_whole() -> None:
     for rows in parts:
         first = RouterLosses(RouterTerms(), rows, LENGTHS, torch.device("cpu"), over_ranks=keep)
         first.attach(0, torch.ones(1), whole_logits.detach(), TOP_K, sigmoid=False)
-    summed, gradients, sums = counts[0] + counts[1], [], torch.zeros(2, dtype=torch.float64)
+    summed, gradient = counts[0] + counts[1], torch.zeros_like(whole_logits)
+    sums = torch.zeros(2, dtype=torch.float64)
     for rows in parts:
         logits = whole_logits.detach().clone().requires_grad_()
         part = RouterLosses(RouterTerms(0.3, 0.1), rows, LENGTHS, torch.device("cpu"), over_ranks=lambda _: summed)
         part.attach(0, torch.ones(1), logits, TOP_K, sigmoid=False).sum().backward()
-        gradients.append(logits.grad)
+        assert logits.grad is not None
+        gradient += logits.grad
         sums += part.sums
     alone = losses(RouterTerms(0.3, 0.1))
     alone.attach(0, torch.ones(1), whole_logits, TOP_K, sigmoid=False).sum().backward()
-    torch.testing.assert_close(gradients[0] + gradients[1], whole_logits.grad)
+    torch.testing.assert_close(gradient, whole_logits.grad)
     torch.testing.assert_close(sums, alone.sums)
 
 
