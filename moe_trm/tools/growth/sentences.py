@@ -80,16 +80,20 @@ def checks_of(rises: Sequence[Rise], facts: Facts, absent: Sequence[str]) -> Ite
 def cause_of(rise: Rise) -> RisePart | None:
     """The part that makes the rise; its detail is the largest there. None: it did not rise, or no part is it.
 
-    Rise and part have to be above zero with their intervals, and the part at least half of the rise.
+    Rise and part have to be above zero with their intervals, and the part at least half of the rise. Of texts and of
+    weights counts what they make beside both states of the other: what the interaction takes back is no cause.
+    Neither is what no trait of the texts explains: with heavy tails, two draws of the same texts differ by as much.
     """
     if rise.total.low <= 0:
         return None
     sums = {name: sum(part.size.value for part in rise.parts if part.name == name) for name in CAUSES}
+    for name in ("texts", "weights"):
+        sums[name] += min(0.0, sums["interaction"])
     name = max(sums, key=lambda part: sums[part])
     if sums[name] < MOST * rise.total.value:
         return None
     largest = max((part for part in rise.parts if part.name == name), key=lambda part: part.size.value)
-    return largest if largest.size.low > 0 else None
+    return largest if largest.size.low > 0 and largest.detail != "content" else None
 
 
 def because(part: RisePart, facts: Facts) -> str:

@@ -153,6 +153,16 @@ def test_flips_by_closing_margins_are_told_from_noisier_routers() -> None:
         assert (cause.name, cause.detail) == ("weights", detail)
 
 
+def test_what_the_interaction_takes_back_is_no_cause() -> None:
+    def only_on_the_old_texts(texts: Texts, cells: Cells) -> None:
+        lost_layer(texts, cells)
+        both(cells[:1], lambda cell: replace(cell, native=100 * cell.native, replayed=100 * cell.replayed))
+
+    cause = cause_of(grown(only_on_the_old_texts).rises[0])
+    assert cause is not None
+    assert cause.name == "push"
+
+
 @pytest.mark.parametrize("plant", [None, *(plant for plant, _, _ in PLANTED.values())])
 @pytest.mark.parametrize("replays", [False, True])
 def test_the_parts_make_the_whole_rise(plant: Plant | None, *, replays: bool) -> None:
