@@ -113,11 +113,11 @@ async def measure(num_sessions: int, turns: int, engine_s: float, dialect: str) 
         # First, since what one of them has allocated serves the other.
         rows = [await _served({"server": "sessions", "interface": dialect}, command, addresses)]
         await server.close()
-        alone = EngineAlone(policy.engine, tokens, params)
-        await alone.start()
-        addresses = [(alone.url, "none")] * num_sessions
+        engine_server = EngineAlone(policy.engine, tokens, params)
+        await engine_server.start()
+        addresses = [(engine_server.url, "none")] * num_sessions
         rows.append(await _served({"server": "engine alone", "interface": dialect}, command, addresses))
-        await alone.close()
+        await engine_server.close()
     assert all(len(session.tree.nodes) == turns == len(session.tree.leaves()[0].path()) for session in sessions)
     return rows
 
@@ -127,10 +127,10 @@ async def _served(names: Row, command: Sequence[str], addresses: Sequence[tuple[
     Path(command[command.index("--addresses") + 1]).write_text(json.dumps(addresses))
     _freeze()
     process = psutil.Process()
-    resident, cpu, begun = process.memory_info().rss, sum(process.cpu_times()[:2]), time.monotonic()
+    resident, cpu, start_s = process.memory_info().rss, sum(process.cpu_times()[:2]), time.monotonic()
     clients = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     output, _ = await clients.communicate()
-    seconds, cpu = time.monotonic() - begun, sum(process.cpu_times()[:2]) - cpu
+    seconds, cpu = time.monotonic() - start_s, sum(process.cpu_times()[:2]) - cpu
     resident = process.memory_info().rss - resident
     assert clients.returncode == 0, "a client failed"
     added = np.array(json.loads(output)) * 1e3
@@ -215,11 +215,11 @@ async def _client(
     field = "input" if dialect == "responses" else "messages"
     limit = {"max_tokens": 64} if dialect == "messages" else {}
     for _ in range(turns):
-        begun = time.monotonic()
+        start_s = time.monotonic()
         body = {"model": "policy", field: history, **limit}
         async with http.post(f"{url}/{dialect}", json=body, headers={"Authorization": f"Bearer {key}"}) as response:
             answer = await response.json()
-        added.append(time.monotonic() - begun)
+        added.append(time.monotonic() - start_s)
         text = _text(answer)
         assert text == str(secret), f"{text!r} is not of the session {secret}"
         history += [{"role": "assistant", "content": text}, {"role": "user", "content": "and+1="}]

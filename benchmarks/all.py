@@ -67,13 +67,13 @@ BENCHMARKS = (
     Benchmark("plan_memory", "Memory that the planner predicts, and what torch allocates", "plan_memory"),
     Benchmark("plan_public", "Plans of real models, and what others report", "plan_public"),
     Benchmark("plan_seconds", "Steps that the planner predicts, and real ones", "plan_seconds"),
-    Benchmark("planted_faults", "Planted faults and what the doctor says of them", "planted_faults"),
+    Benchmark("planted_faults", "Planted faults and the causes that the doctor names", "planted_faults"),
 )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when all that were asked for succeeded."""
-    names = [one.name for one in BENCHMARKS]
+    """0 when all the requested benchmarks succeeded."""
+    names = [bench.name for bench in BENCHMARKS]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.all",
         description=__doc__,
@@ -88,19 +88,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.rows.mkdir(parents=True, exist_ok=True)
     failed = []
-    for one in BENCHMARKS:
-        if one.name not in args.only:
+    for bench in BENCHMARKS:
+        if bench.name not in args.only:
             continue
-        path = args.rows / f"{one.name}.json"
+        path = args.rows / f"{bench.name}.json"
         if not args.render:
-            print(f"== {one.name}", flush=True)
-            command = [sys.executable, "-m", f"benchmarks.{one.module}", *one.arguments, "--json", str(path)]
+            print(f"== {bench.name}", flush=True)
+            command = [sys.executable, "-m", f"benchmarks.{bench.module}", *bench.arguments, "--json", str(path)]
             if subprocess.run(command, check=False).returncode:
-                failed.append(one.name)
+                failed.append(bench.name)
                 continue
         if path.is_file():
             page = args.out.read_text(encoding="utf-8") if args.out.is_file() else "# Results\n"
-            args.out.write_text(replaced(page, one, json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+            args.out.write_text(replaced(page, bench, json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
     if failed:
         print(f"failed, their blocks are as they were: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -112,8 +112,8 @@ def replaced(page: str, benchmark: Benchmark, measured: Mapping[str, Any]) -> st
     block = f"{begin}\n{rendered(measured)}\n{end}"
     if begin not in page:
         return f"{page.rstrip()}\n\n## {benchmark.title}\n{block}\n"
-    before, rest = page.split(begin, 1)
-    return before + block + rest.split(end, 1)[1]
+    head, rest = page.split(begin, 1)
+    return head + block + rest.split(end, 1)[1]
 
 
 def rendered(measured: Mapping[str, Any]) -> str:

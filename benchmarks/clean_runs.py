@@ -1,10 +1,10 @@
-"""Real runs with correct routes, long, in every arithmetic: what judges routes may stop none of them.
+"""Long real runs with correct routes, in every arithmetic: the judges of routes may stop none of them.
 
 `python -m benchmarks.clean_runs [--steps 300] [--only TEXT] [--timing sync stale] [--checkpoint PATH] [key=value ...]`
 trains the quickstart's model on sums, with a real SGLang server, once for each learner, timing and arithmetic. The
-weights of synchronous runs move at the quickstart's learning rate, those of stale ones ten times as fast under samples
-that are up to eight versions old. Such a model soon gives one answer to all, from which nothing moves. So the reward is
-a coin there, a bonus on entropy keeps answers apart, and no rule rejects what is stale.
+weights of synchronous runs move at the quickstart's learning rate, the weights of stale ones ten times as fast under
+samples that are up to eight versions old. Such a model soon gives one answer to all, from which nothing moves. So the
+reward is a coin there, a bonus on entropy keeps answers apart, and no rule rejects what is stale.
 
 A run holds when it does all its steps, replays every route and rejects nothing. A synchronous one also finds no sample
 whose router has moved beyond the bound. The exit status is 1 when a run does not hold.
@@ -51,7 +51,7 @@ ARITHMETIC = {
     "int8 weights": ("rollout.fake_quantization=int8",),
     "int4 weights": ("rollout.fake_quantization=int4",),
 }
-"""Settings of each case; the rollout is in bfloat16 and the learner in float32 where it says nothing else."""
+"""Settings of each case; unless it sets another, the rollout is in bfloat16 and the learner in float32."""
 TIMING = {
     "sync": (),
     "stale": (
@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.only not in case:
                 continue
             folder = (args.keep or Path(temporary)) / f"{backend}-{timing}-{case.replace(' ', '-').replace(',', '')}"
-            chosen = [f"learner.backend={backend}", *ARITHMETIC[case], *TIMING[timing]]
-            own = [*chosen, f"train.steps={args.steps}", *args.overrides]
-            figures = run(folder, checkpoint, own, args.steps, may_move=timing == "stale")
+            case_settings = [f"learner.backend={backend}", *ARITHMETIC[case], *TIMING[timing]]
+            run_settings = [*case_settings, f"train.steps={args.steps}", *args.overrides]
+            figures = run(folder, checkpoint, run_settings, args.steps, may_move=timing == "stale")
             rows.append({"learner": backend, "timing": timing, "case": case, **figures})
             print(rows[-1], flush=True)
     report("Clean runs", rows, args.json)
@@ -151,8 +151,8 @@ def judged(metrics: Sequence[Mapping[str, Any]], code: int, steps: int, *, may_m
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | str:
     """Mean of the steps that have it; a dash where none has."""
-    found = [row[name] for row in rows if row.get(name) is not None]
-    return sum(found) / len(found) if found else "-"
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) / len(values) if values else "-"
 
 
 if __name__ == "__main__":

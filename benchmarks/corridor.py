@@ -1,4 +1,4 @@
-"""Cheap figures that say what data costs: ratios, bytes and counts, never seconds. CI holds them to their corridors.
+"""Cheap figures of the cost of data: ratios, bytes and counts, never seconds. CI holds them to their corridors.
 
 `python -m benchmarks.corridor [--json FILE]` computes each figure of `benchmarks/corridor.toml` in a few seconds and
 fails when one is outside of its range, missing, or no finite number.
@@ -57,14 +57,14 @@ def figures() -> dict[str, Figures]:
 
 
 def outside(
-    found: Mapping[str, Mapping[str, float]], corridor: Mapping[str, Mapping[str, Sequence[float]]]
+    measurements: Mapping[str, Mapping[str, float]], corridor: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> list[str]:
-    """One line for each figure that is not where it must be; empty when all are."""
+    """One line for each figure outside its corridor; empty when there is none."""
     wrong = []
     for section, name in sorted(
-        {(section, name) for table in (found, corridor) for section, values in table.items() for name in values}
+        {(section, name) for table in (measurements, corridor) for section, values in table.items() for name in values}
     ):
-        value, limits = found.get(section, {}).get(name), corridor.get(section, {}).get(name)
+        value, limits = measurements.get(section, {}).get(name), corridor.get(section, {}).get(name)
         if limits is None:
             wrong.append(f"{section}.{name} has no corridor")
         elif value is None:
@@ -184,15 +184,15 @@ def _bare(number: int, length: int) -> RolloutRecord:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = command_line(__file__, __doc__).parse_args(argv)
-    found, corridor = figures(), limits()
+    measurements, corridor = figures(), limits()
     rows: list[Row] = [
         {"figure": f"{section}.{name}", "value": value, "lowest": lowest, "highest": highest}
-        for section, values in found.items()
+        for section, values in measurements.items()
         for name, value in values.items()
         for lowest, highest in [corridor.get(section, {}).get(name, (math.nan, math.nan))]
     ]
     report("What data costs", rows, options.json)
-    wrong = outside(found, corridor)
+    wrong = outside(measurements, corridor)
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

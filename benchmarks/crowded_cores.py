@@ -23,10 +23,12 @@ def crowded(checkpoint: Path) -> float:
     """The share, from 1 / cores to 1: the best of `REPEATS` measurements, which a busy neighbour disturbs least."""
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-        while len({found.result() for found in [pool.submit(process, checkpoint) for _ in range(cores)]}) < cores:
+        while len({future.result() for future in [pool.submit(process, checkpoint) for _ in range(cores)]}) < cores:
             continue  # until every process has the model
-        alone, together = (max(fmean(rates(pool, checkpoint, n)) for _ in range(REPEATS)) for n in (1, cores))
-    return min(1.0, max(1 / cores, together / alone))
+        single_speed, crowded_speed = (
+            max(fmean(rates(pool, checkpoint, n)) for _ in range(REPEATS)) for n in (1, cores)
+        )
+    return min(1.0, max(1 / cores, crowded_speed / single_speed))
 
 
 def process(checkpoint: Path) -> int:
@@ -37,9 +39,9 @@ def process(checkpoint: Path) -> int:
 
 
 def rates(pool: ProcessPoolExecutor, checkpoint: Path, processes: int) -> list[float]:
-    """Rounds per second of each of so many processes that compute at the same time."""
+    """Rounds per second of each of `processes` processes that compute at the same time."""
     begin = time.time() + PAUSE_S
-    return [found.result() for found in [pool.submit(rounds_per_s, checkpoint, begin) for _ in range(processes)]]
+    return [future.result() for future in [pool.submit(rounds_per_s, checkpoint, begin) for _ in range(processes)]]
 
 
 def rounds_per_s(checkpoint: Path, begin: float) -> float:

@@ -8,4 +8,4 @@ from moe_trm.tasks import RewardInput
 def share(sample: RewardInput) -> float:
     """The share of even ids in the answer."""
     ids = sample.completion_ids
-    return sum(1 - each % 2 for each in ids) / max(1, len(ids))
+    return sum(1 - token_id % 2 for token_id in ids) / max(1, len(ids))

@@ -1,4 +1,4 @@
-"""What exactness costs and gives: runs with `exact: true` beside runs that differ by rounding.
+"""Costs and gains of exactness: runs with `exact: true` beside runs that differ by rounding.
 
 `python -m benchmarks.exact [--checkpoint DIR ...] [--steps N] [--arms ARM ...] [--json FILE]`
 

@@ -65,14 +65,14 @@ def _short(problem: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.families", description=__doc__)
-    known = moe_families()
+    families = moe_families()
     parser.add_argument("family", nargs="*", help="model types (default: all)")
     args = parser.parse_args(argv)
     proofs = models.found_in(models.FOUND_PROOFS)
-    for family in args.family or known:
+    for family in args.family or families:
         proofs[family] = proof_of(family)
         print(f"{family}: {proofs[family]}", flush=True)
-        ordered: Mapping[str, object] = {name: proofs[name] for name in known if name in proofs}
+        ordered: Mapping[str, object] = {name: proofs[name] for name in families if name in proofs}
         models.FOUND_PROOFS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return models.main(["--page-only"])
 

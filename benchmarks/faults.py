@@ -23,7 +23,7 @@ class Planted:
     """A fault at one severity.
 
     Attributes:
-        expected: what the doctor should say; `none` for a control.
+        expected: the cause that the doctor should name; `none` for a control.
         change: of the learner's checkpoint.
         learner: further settings of the learner's side.
         recorded: the recording to learn from.
@@ -103,9 +103,9 @@ def _permuted(share: float) -> Change:
         generator = torch.Generator().manual_seed(seed)
         name = f"model.layers.{1 + seed % 2}.mlp.experts.{3 + seed}.up_proj.weight"
         tensor = tensors[name]
-        chosen = torch.randperm(len(tensor), generator=generator)[: max(2, round(share * len(tensor)))]
+        rows = torch.randperm(len(tensor), generator=generator)[: max(2, round(share * len(tensor)))]
         tensors[name] = tensor.clone()
-        tensors[name][chosen] = tensor[chosen.roll(1)]
+        tensors[name][rows] = tensor[rows.roll(1)]
 
     return change
 

@@ -66,22 +66,22 @@ def _weights(passes: Mapping[tuple[int, ...], Any], text: Text) -> Weights:
 
 
 @contextmanager
-def given(model: nn.Module, weights: Weights) -> Iterator[None]:
+def with_gate_weights(model: nn.Module, weights: Weights) -> Iterator[None]:
     """In here the experts of `model` are given these weights for their ids, which must be the same sets.
 
     SGLang multiplies the sum over experts by the scaling factor; here it is part of the weights.
     """
 
     def give(layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden, ids, own = args
-        theirs, values = (one[: len(ids)] for one in weights[layer])
-        values = values * getattr(model.config, "routed_scaling_factor", 1.0)
-        same = ids[:, :, None] == theirs[:, None, :]
+        hidden, ids, live_weights = args
+        recorded_ids, recorded_weights = (part[: len(ids)] for part in weights[layer])
+        recorded_weights = recorded_weights * getattr(model.config, "routed_scaling_factor", 1.0)
+        same = ids[:, :, None] == recorded_ids[:, None, :]
         if not bool(same.any(2).all()):
             raise MoeTrmError(
-                "the experts of a token are not those that its gate weights are of", where=f"layer {layer}"
+                "the gate weights of a token belong to other experts than its own", where=f"layer {layer}"
             )
-        return (hidden, ids, (same * values[:, None, :]).sum(2).to(own.dtype)), kwargs
+        return (hidden, ids, (same * recorded_weights[:, None, :]).sum(2).to(live_weights.dtype)), kwargs
 
     with ExitStack() as hooks:
         for layer, block in moe_blocks(model).items():
@@ -95,10 +95,10 @@ def measured(checkpoint: Path, dtype: Any, prompts: Sequence[Prompt], group_size
     texts = sample(reference, prompts, group_size, 32)
     engine, weights = served(Setting("sglang", checkpoint, dtype, 1), texts, folder)
     scorer = HFScorer(reference)
-    routes = [one.routes for one in engine]
+    routes = [scored.routes for scored in engine]
     with_weights = []
     for text, route, recorded in zip(texts, routes, weights, strict=True):
-        with given(scorer.model, recorded):
+        with with_gate_weights(scorer.model, recorded):
             with_weights += scorer.score([text], [route])
     arms = {"live": scorer.score(texts), "ids": scorer.score(texts, routes), "ids and weights": with_weights}
     group = np.concatenate([np.full(text.rows.sum(), text.prompt) for text in texts])
@@ -107,12 +107,19 @@ def measured(checkpoint: Path, dtype: Any, prompts: Sequence[Prompt], group_size
     bytes_of = {"live": 0, "ids": entries * width, "ids and weights": entries * (width + FLOAT32_BYTES)}
     rows: list[Row] = []
     for arm, scores in arms.items():
-        apart = [
-            (one.logprobs - theirs.logprobs)[text.rows] for one, theirs, text in zip(scores, engine, texts, strict=True)
+        differences = [
+            (scored.logprobs - reference.logprobs)[text.rows]
+            for scored, reference, text in zip(scores, engine, texts, strict=True)
         ]
-        columns = {"k3": k3(np.concatenate(apart)), "one": np.ones(len(group))}
-        found = intervals(columns, {"k3": ("k3", "one", 1.0)}, group)["k3"]
-        row: Row = {"arm": arm, "tokens": len(group), "k3, nats": found.value, "low": found.low, "high": found.high}
+        columns = {"k3": k3(np.concatenate(differences)), "one": np.ones(len(group))}
+        estimate = intervals(columns, {"k3": ("k3", "one", 1.0)}, group)["k3"]
+        row: Row = {
+            "arm": arm,
+            "tokens": len(group),
+            "k3, nats": estimate.value,
+            "low": estimate.low,
+            "high": estimate.high,
+        }
         rows.append(row | {"bytes per token": bytes_of[arm]})
     return rows
 

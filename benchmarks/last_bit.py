@@ -1,4 +1,4 @@
-"""A fault for a rollout server: what attention adds to the stream in one layer is one last bit larger, in every number.
+"""A fault for a rollout server: attention adds one last bit more to the stream in one layer, in every number.
 
 `planted` gives the environment in which SGLang loads it as a plugin. No bound on rounding sees it.
 """

@@ -5,7 +5,7 @@ N(0, s^2) at every length, so no length deserves to be rejected more than anothe
 every octave. A run has 40 steps: 8 are measured, then rows are judged. It is repeated with noise s that doubles over
 the run, which is how a policy drifts from the engine.
 
-With `--bundle` the rows are those of a recorded run in place of noise, all taken with negative advantage, so that
+With `--bundle` rows of a recorded run take the place of noise, all of them taken with negative advantage, so that
 one-sided rules judge every row. Octaves with fewer than 600 rows are left out.
 """
 
@@ -151,9 +151,9 @@ def recorded(folder: Path) -> Iterator[Evidence]:
 
 
 def _behavior(batch: ScoredBatch) -> Tensor:
-    """Log-probs under the weights that sampled; where these are still the same, those of the update's first scoring."""
-    known = (batch.behavior_logprobs, batch.anchor_logprobs, batch.current_logprobs)
-    return next(values for values in known if values is not None)
+    """Log-probs under the weights that sampled; of the update's first scoring where these have not changed."""
+    candidates = (batch.behavior_logprobs, batch.anchor_logprobs, batch.current_logprobs)
+    return next(values for values in candidates if values is not None)
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:
@@ -165,10 +165,10 @@ def _rows(parts: Sequence[Tensor]) -> Tensor:
 def judged(label: str, steps: Iterable[Evidence], octaves: Sequence[int]) -> list[Octaves]:
     """Every rule over one run: at one threshold from its first steps, and by length.
 
-    `octaves`: log2 of the first lengths of those that are shown.
+    `octaves`: log2 of the first lengths of the octaves that are shown.
     """
-    one = {name: torch.zeros(NUM_OCTAVES) for name in RULES}
-    every = {name: torch.zeros(NUM_OCTAVES) for name in RULES}
+    single_counts = {name: torch.zeros(NUM_OCTAVES) for name in RULES}
+    octave_counts = {name: torch.zeros(NUM_OCTAVES) for name in RULES}
     trackers = {name: LengthTracker(REJECTED, corrections.get(name).num_statistics) for name in RULES}
     windows: dict[str, list[Tensor]] = {name: [] for name in RULES}
     seen = torch.zeros(NUM_OCTAVES)
@@ -181,9 +181,9 @@ def judged(label: str, steps: Iterable[Evidence], octaves: Sequence[int]) -> lis
             statistics, _ = scores_and_lengths(rule, batch, **fixed)
             if step >= WARM_UP:
                 by_length = (statistics > trackers[name].thresholds.at(lengths)).any(dim=1)
-                every[name].index_add_(0, octave, by_length.float())
+                octave_counts[name].index_add_(0, octave, by_length.float())
                 bound = corrections.calibrate(rule, windows[name], REJECTED, **fixed)
-                one[name].index_add_(0, octave, (~bound(batch).keep.any(dim=1)).float())
+                single_counts[name].index_add_(0, octave, (~bound(batch).keep.any(dim=1)).float())
             else:
                 windows[name].append(statistics)
             trackers[name].add(statistics, lengths)
@@ -191,7 +191,7 @@ def judged(label: str, steps: Iterable[Evidence], octaves: Sequence[int]) -> lis
     return [
         Octaves(name, threshold, label, tuple((100 * counts[name] / seen)[shown].tolist()))
         for name in RULES
-        for threshold, counts in (("one", one), ("by_length", every))
+        for threshold, counts in (("one", single_counts), ("by_length", octave_counts))
     ]
 
 
@@ -203,16 +203,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     if args.bundle is not None:
         return _of_recording(args.bundle, args.json)
-    found = [*octaves(drifts=False), *octaves(drifts=True)]
+    shares = [*octaves(drifts=False), *octaves(drifts=True)]
     names = [octave_name(int(math.log2(length))).replace("_", "-") for length in LENGTHS]
     rows: list[Row] = [
-        {"rule": one.rule, "threshold": one.threshold, "noise": one.noise, **dict(zip(names, one.rates, strict=True))}
-        for one in found
+        {"rule": row.rule, "threshold": row.threshold, "noise": row.noise, **dict(zip(names, row.rates, strict=True))}
+        for row in shares
     ]
     title = f"Rejected rows in percent by length, target {REJECTED:.0%} (iid noise, {STEPS} steps of {ROWS} rows)"
     report(title, rows, args.json)
     if args.picture is not None:
-        args.picture.write_text(draw(found, names, 100 * REJECTED), encoding="utf-8")
+        args.picture.write_text(draw(shares, names, 100 * REJECTED), encoding="utf-8")
     return 0
 
 
@@ -220,13 +220,13 @@ def _of_recording(folder: Path, path: Path | None) -> int:
     lengths = torch.cat([batch.ratios.packing.lengths for batch in recorded(folder)])
     of_octave = octave_of(lengths).bincount(minlength=NUM_OCTAVES)
     shown = [octave for octave in range(NUM_OCTAVES) if of_octave[octave] >= ENOUGH]
-    found = judged("recorded", recorded(folder), shown)
+    shares = judged("recorded", recorded(folder), shown)
     names = [octave_name(octave).replace("_", "-") for octave in shown]
     rows: list[Row] = [
-        {"rule": one.rule, "threshold": one.threshold, **dict(zip(names, one.rates, strict=True))} for one in found
+        {"rule": row.rule, "threshold": row.threshold, **dict(zip(names, row.rates, strict=True))} for row in shares
     ]
-    told = ", ".join(f"{int(of_octave[octave]):,} of {name}" for octave, name in zip(shown, names, strict=True))
-    report(f"Rejected rows in percent by length, target {REJECTED:.0%} (a recording: {told} tokens)", rows, path)
+    row_counts = ", ".join(f"{int(of_octave[octave]):,} of {name}" for octave, name in zip(shown, names, strict=True))
+    report(f"Rejected rows in percent by length, target {REJECTED:.0%} (a recording: {row_counts} tokens)", rows, path)
     return 0
 
 

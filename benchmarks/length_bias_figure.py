@@ -23,16 +23,16 @@ class Shares(Protocol):
     def rates(self) -> tuple[float, ...]: ...
 
 
-def draw(found: Sequence[Shares], octaves: Sequence[str], target: float) -> str:
+def draw(shares: Sequence[Shares], octaves: Sequence[str], target: float) -> str:
     """SVG of both panels: steady noise at one threshold, and noise that doubles at thresholds by length."""
-    one, by_length = (
-        {each.rule: each.rates for each in found if (each.threshold, each.noise) == kind and each.rule in SHOWN}
+    steady, by_length = (
+        {row.rule: row.rates for row in shares if (row.threshold, row.noise) == kind and row.rule in SHOWN}
         for kind in (("one", "steady"), ("by_length", "doubles"))
     )
-    top = max(2 * target, *(rate for rates in [*one.values(), *by_length.values()] for rate in rates))
+    top = max(2 * target, *(rate for rates in [*steady.values(), *by_length.values()] for rate in rates))
     return document(
         [
-            *_panel(60, "One threshold for all lengths, steady noise", octaves, one, top),
+            *_panel(60, "One threshold for all lengths, steady noise", octaves, steady, top),
             *_panel(590, "Thresholds by length, noise that doubles", octaves, by_length, top),
         ],
         1080,
@@ -41,9 +41,9 @@ def draw(found: Sequence[Shares], octaves: Sequence[str], target: float) -> str:
 
 
 def _panel(
-    left: float, title: str, octaves: Sequence[str], series: dict[str, tuple[float, ...]], top: float
+    x0: float, title: str, octaves: Sequence[str], series: dict[str, tuple[float, ...]], top: float
 ) -> list[str]:
-    panel = Panel(left, left + 370, len(octaves) + 0.5, 0, top * 1.05)
+    panel = Panel(x0, x0 + 370, len(octaves) + 0.5, 0, top * 1.05)
     parts = panel.frame(title, [(top * step / 4, f"{top * step / 4:.0f}%") for step in range(5)])
     parts += [panel.below(panel.x(place), name) for place, name in enumerate(octaves, start=1)]
     parts.append(panel.below((panel.left + panel.right) / 2, "sampled tokens of the row", line=1))

@@ -1,4 +1,4 @@
-"""Records that are not what they claim to be, planted into one recorded step, and what comes of each.
+"""Records that are not what they claim to be, planted into one recorded step, and the outcome of each.
 
 `python -m benchmarks.planted_faults --lies [--checkpoint DIR]` records the step with the real engines, edits it, and
 has each copy checked, replayed, judged and trained as a run does it.
@@ -81,15 +81,17 @@ def lacking_ids(records: Records, rng: np.random.Generator) -> Records:
 
 
 def sampled_alone(records: Records, rng: np.random.Generator) -> Records:
-    return [with_sets(one, lambda ids, values, token: (ids[ids == token], values[ids == token])) for one in records]
+    return [
+        with_sets(record, lambda ids, values, token: (ids[ids == token], values[ids == token])) for record in records
+    ]
 
 
 def foreign_ids(records: Records, rng: np.random.Generator) -> Records:
     """Twenty ids more at each token."""
 
     def change(ids: np.ndarray, values: np.ndarray, token: int) -> tuple[np.ndarray, np.ndarray]:
-        others = np.setdiff1d(np.arange(3, 99), ids)
-        added = rng.choice(others, min(20, len(others)), replace=False)
+        absent_ids = np.setdiff1d(np.arange(3, 99), ids)
+        added = rng.choice(absent_ids, min(20, len(absent_ids)), replace=False)
         return np.concatenate([ids, added]), np.concatenate([values, np.full(len(added), -16.0)])
 
     return [with_sets(record, change) for record in records]
@@ -119,17 +121,17 @@ def swapped_answers(records: Records, rng: np.random.Generator) -> Records:
     return [swapped.get(place, record) for place, record in enumerate(records)]
 
 
-def _answered(asked: RolloutRecord, answered: RolloutRecord) -> RolloutRecord:
-    assert asked.routes is not None
-    assert answered.routes is not None
-    prompt, start = int(asked.sampled.argmax()), int(answered.sampled.argmax())
-    tokens = np.concatenate([asked.tokens[:prompt], answered.tokens[start:]])
-    experts = np.concatenate([asked.routes.experts[:prompt], answered.routes.experts[start:]])
+def _answered(question: RolloutRecord, answer: RolloutRecord) -> RolloutRecord:
+    assert question.routes is not None
+    assert answer.routes is not None
+    prompt, start = int(question.sampled.argmax()), int(answer.sampled.argmax())
+    tokens = np.concatenate([question.tokens[:prompt], answer.tokens[start:]])
+    experts = np.concatenate([question.routes.experts[:prompt], answer.routes.experts[start:]])
     made = replace(
-        answered,
-        sample_id=asked.sample_id,
-        group_id=asked.group_id,
-        prompt_id=asked.prompt_id,
+        answer,
+        sample_id=question.sample_id,
+        group_id=question.group_id,
+        prompt_id=question.prompt_id,
         tokens=tokens,
         sampled=np.arange(len(tokens)) >= prompt,
         turn_ids=np.zeros(len(tokens), np.int16),
@@ -174,11 +176,11 @@ def routes_of_siblings(records: Records, rng: np.random.Generator) -> Records:
     changed = []
     for group in dict.fromkeys(record.group_id for record in records):
         samples = [record for record in records if record.group_id == group]
-        for record, other in zip(samples, [*samples[1:], samples[0]], strict=True):
+        for record, sibling in zip(samples, [*samples[1:], samples[0]], strict=True):
             assert record.routes is not None
-            assert other.routes is not None
-            experts, length = record.routes.experts.copy(), min(record.num_tokens, other.num_tokens) - 1
-            experts[:length] = other.routes.experts[:length]
+            assert sibling.routes is not None
+            experts, length = record.routes.experts.copy(), min(record.num_tokens, sibling.num_tokens) - 1
+            experts[:length] = sibling.routes.experts[:length]
             changed.append(rerouted(record, experts))
     return changed
 
@@ -211,7 +213,7 @@ def suffices(row: Row) -> bool:
 
 
 def outcome(config: Config, learner: Learner, records: Sequence[RolloutRecord]) -> tuple[str, str]:
-    """What becomes of a step of fresh samples: `nothing`, `told`, `rejected` or `stopped`, and how it is named."""
+    """The fate of a step of fresh samples, `nothing`, `told`, `rejected` or `stopped`, and the words for it."""
     bounds, accepted, reasons = (
         sampler_bounds(config.rollout, config.sampling_mask),
         list[RolloutRecord](),
@@ -258,7 +260,7 @@ def _valued(batch: TokenBatch) -> TokenBatch:
 
 
 def rows_of_lies(checkpoint: Path, folder: Path, bundle: Path | None, seeds: Sequence[int]) -> list[Row]:
-    """One row for each lie and seed: what came of it."""
+    """One row for each lie and seed, with its outcome."""
     from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 
     bundle = bundle or record_run(checkpoint, folder, 1, ["rollout.server.startup_timeout_s=900"])

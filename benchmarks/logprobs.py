@@ -118,18 +118,18 @@ class Memory:
         self._cuda = device.type == "cuda"
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
+            self._start_bytes = torch.cuda.memory_allocated(device)
         else:
             # Memory that was freed but not given back would hide what is taken from it again.
             ctypes.CDLL(None).malloc_trim(0)
-            self._before = forget_peak()
+            self._start_bytes = forget_peak()
 
     def synchronize(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
-        return (torch.cuda.max_memory_allocated() if self._cuda else status_bytes("VmHWM")) - self._before
+        return (torch.cuda.max_memory_allocated() if self._cuda else status_bytes("VmHWM")) - self._start_bytes
 
 
 def paired(kind: str, num_tokens: int, weight_VH: Tensor, repeats: int) -> Row:
@@ -137,21 +137,21 @@ def paired(kind: str, num_tokens: int, weight_VH: Tensor, repeats: int) -> Row:
     plain, ours = WAYS[kind]
     case = make_case(num_tokens, weight_VH, seed=num_tokens)
     pairs = [(measure(plain, case, backward=True), measure(ours, case, backward=True)) for _ in range(repeats)]
-    seconds = [(one[0], two[0]) for one, two in pairs]
-    megabytes = [(one[1], two[1]) for one, two in pairs]
+    seconds = [(plain_value[0], our_value[0]) for plain_value, our_value in pairs]
+    megabytes = [(plain_value[1], our_value[1]) for plain_value, our_value in pairs]
     return {
         "kind": kind,
         "tokens": num_tokens,
-        "plain_s": median(one for one, _ in seconds),
-        "ours_s": median(two for _, two in seconds),
-        "time_ratio": median(two / one for one, two in seconds),
-        "plain_mib": median(one for one, _ in megabytes),
-        "ours_mib": median(two for _, two in megabytes),
-        "memory_ratio": median(two / one for one, two in megabytes),
+        "plain_s": median(plain_value for plain_value, _ in seconds),
+        "ours_s": median(our_value for _, our_value in seconds),
+        "time_ratio": median(our_value / plain_value for plain_value, our_value in seconds),
+        "plain_mib": median(plain_value for plain_value, _ in megabytes),
+        "ours_mib": median(our_value for _, our_value in megabytes),
+        "memory_ratio": median(our_value / plain_value for plain_value, our_value in megabytes),
     }
 
 
-def alone(kind: str, way: Way, num_tokens: int, weight_VH: Tensor, *, backward: bool) -> Row:
+def ours_only(kind: str, way: Way, num_tokens: int, weight_VH: Tensor, *, backward: bool) -> Row:
     """Ours without the plain way, which would not fit."""
     case = make_case(num_tokens, weight_VH, seed=num_tokens)
     seconds, megabytes = measure(way, case, backward=backward)
@@ -214,9 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gen = torch.Generator().manual_seed(0)
     weight = torch.randn(options.vocab, options.hidden, generator=gen).mul_(0.02).to(options.device).requires_grad_()
     rows = [paired(kind, n, weight, options.repeats) for n in options.tokens for kind in WAYS]
-    rows += [alone("full, forward", our_full, n, weight, backward=False) for n in options.alone]
-    rows += [alone("masked", our_masked, n, weight, backward=True) for n in options.longest]
-    rows += [alone("masked with KL", our_masked_with_kl, n, weight, backward=True) for n in options.longest]
+    rows += [ours_only("full, forward", our_full, n, weight, backward=False) for n in options.alone]
+    rows += [ours_only("masked", our_masked, n, weight, backward=True) for n in options.longest]
+    rows += [ours_only("masked with KL", our_masked_with_kl, n, weight, backward=True) for n in options.longest]
     rows.append(codec_row(20_000, options.vocab))
     setting = f"V={options.vocab} H={options.hidden} device={options.device} threads={torch.get_num_threads()}"
     report(f"Log-probs, {setting}", rows, options.json)

@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = folder / "config.yaml"
     places = {"model": {"checkpoint": str(folder / "model")}, "run_dir": str(folder / "runs")}
     config.write_text(json.dumps(JOB | places), encoding="utf-8")  # JSON is YAML
-    own = [f"train.steps={args.steps}", f"record.bundle={folder / 'bundle'}"]
-    return run_job(str(config), [*own, *args.overrides])
+    run_settings = [f"train.steps={args.steps}", f"record.bundle={folder / 'bundle'}"]
+    return run_job(str(config), [*run_settings, *args.overrides])
 
 
 if __name__ == "__main__":

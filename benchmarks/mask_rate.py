@@ -46,11 +46,11 @@ PLAIN = {"trm_max_avg", "seq_mean_k1", "seq_sum_k1", "token_k1"}
 def evidences(updates: Iterable[ScoredUpdate]) -> list[Evidence]:
     """Each update's whole minibatch."""
     recording = RecordedLearner()
-    learner, found = cast(Learner, recording), []
+    learner, batches = cast(Learner, recording), []
     for update in updates:
         part = recording.hold(update, needs_anchors=True)
-        found.append(gather_minibatch(part, learner.score(part.batches, part.sources), learner).evidence)
-    return found
+        batches.append(gather_minibatch(part, learner.score(part.batches, part.sources), learner).evidence)
+    return batches
 
 
 class Strata:
@@ -59,11 +59,11 @@ class Strata:
     Deciles hold equally many rows: rows of one length are dealt to two of them by chance.
     """
 
-    def __init__(self, found: Sequence[Evidence]) -> None:
-        self.some = _rows(found, lambda e: e.mask.any(1)).astype(bool)
-        self.length = _rows(found, lambda e: e.mask.sum(1))[self.some]
-        self.advantage = _rows(found, lambda e: (e.advantages * e.mask).sum(1))[self.some]
-        self.reward = _rows(found, lambda e: e.rewards)[self.some]
+    def __init__(self, batches: Sequence[Evidence]) -> None:
+        self.has_tokens = _rows(batches, lambda e: e.mask.any(1)).astype(bool)
+        self.length = _rows(batches, lambda e: e.mask.sum(1))[self.has_tokens]
+        self.advantage = _rows(batches, lambda e: (e.advantages * e.mask).sum(1))[self.has_tokens]
+        self.reward = _rows(batches, lambda e: e.rewards)[self.has_tokens]
         ties = np.random.default_rng(0).permutation(len(self.length))
         rank = np.argsort(np.lexsort((ties, self.length)))
         self.decile = rank * DECILES // max(len(rank), 1)
@@ -78,21 +78,27 @@ class Strata:
 
 
 def rates(
-    name: str, bound: Sequence[BoundRule], found: Sequence[Evidence], strata: Strata, target: float | None
+    name: str, bound: Sequence[BoundRule], batches: Sequence[Evidence], strata: Strata, target: float | None
 ) -> Rates:
     """Rates of the rules `bound` applied together."""
     joint = corrections.compose(bound, whole_minibatch=True)
-    decided = [joint(evidence) for evidence in found]
-    lost = np.concatenate([(~one.keep & e.mask).any(1).numpy() for one, e in zip(decided, found, strict=True)])[
-        strata.some
-    ]
-    kept = np.concatenate([one.keep[e.mask].numpy() for one, e in zip(decided, found, strict=True)])
+    decided = [joint(evidence) for evidence in batches]
+    lost = np.concatenate(
+        [(~correction.keep & e.mask).any(1).numpy() for correction, e in zip(decided, batches, strict=True)]
+    )[strata.has_tokens]
+    kept = np.concatenate([correction.keep[e.mask].numpy() for correction, e in zip(decided, batches, strict=True)])
     weights = np.concatenate(
-        [(one.weights * one.keep)[e.mask].double().numpy() for one, e in zip(decided, found, strict=True)]
+        [
+            (correction.weights * correction.keep)[e.mask].double().numpy()
+            for correction, e in zip(decided, batches, strict=True)
+        ]
     )
     square = float((weights**2).mean())
     setting = {
-        f"{one.rule.name}.{key}": value for one in bound for key, value in one.thresholds.items() if value is not None
+        f"{bound_rule.rule.name}.{key}": value
+        for bound_rule in bound
+        for key, value in bound_rule.thresholds.items()
+        if value is not None
     }
     return Rates(
         name, setting, target,
@@ -103,29 +109,29 @@ def rates(
     )  # fmt: skip
 
 
-def all_rates(found: Sequence[Evidence], strata: Strata) -> list[Rates]:
+def all_rates(batches: Sequence[Evidence], strata: Strata) -> list[Rates]:
     """Every rule over its grid, every rule without a score at its defaults, every preset."""
     results = []
     for name in corrections.names():
         rule, fixed = corrections.get(name), FIXED.get(name, {})
         if rule.calibrate is not None:
-            window = [corrections.scores(rule, evidence, **fixed) for evidence in found]
+            window = [corrections.scores(rule, evidence, **fixed) for evidence in batches]
             for rate in RATES:
-                results.append(rates(name, [corrections.calibrate(rule, window, rate, **fixed)], found, strata, rate))
+                results.append(rates(name, [corrections.calibrate(rule, window, rate, **fixed)], batches, strata, rate))
         elif name not in PLAIN:
-            results.append(rates(name, [rule.bind()], found, strata, None))
+            results.append(rates(name, [rule.bind()], batches, strata, None))
     for name, preset in corrections.presets.items():
         bound = [corrections.get(rule).bind(**thresholds) for rule, thresholds in preset.rules]
-        results.append(rates(name, bound, found, strata, None))
+        results.append(rates(name, bound, batches, strata, None))
     return results
 
 
-def predictions(found: Sequence[Evidence], strata: Strata) -> list[Prediction]:
+def predictions(batches: Sequence[Evidence], strata: Strata) -> list[Prediction]:
     """TRM-Max at the thresholds of the grid, and the prediction for independent tokens."""
     rule, results = corrections.get("trm_max"), []
-    window = [corrections.scores(rule, evidence) for evidence in found]
-    scores = np.concatenate([one.double().numpy() for one in window])
-    token_scores = np.concatenate([(e.ratios.total.detach()[e.mask].double() ** 2 / 2).numpy() for e in found])
+    window = [corrections.scores(rule, evidence) for evidence in batches]
+    scores = np.concatenate([row_scores.double().numpy() for row_scores in window])
+    token_scores = np.concatenate([(e.ratios.total.detach()[e.mask].double() ** 2 / 2).numpy() for e in batches])
     for rate in RATES:
         max_kl = float(cast(float, corrections.calibrate(rule, window, rate).thresholds["max_kl"]))
         p = float((token_scores > max_kl).mean())
@@ -140,37 +146,37 @@ def predictions(found: Sequence[Evidence], strata: Strata) -> list[Prediction]:
 def table(results: Sequence[Rates], predicted: Sequence[Prediction]) -> list[Row]:
     """Rules at the quoted rates, then everything that has no grid, then TRM-Max against its prediction."""
     lines: list[Row] = []
-    for one in results:
-        if one.target is None or one.target in QUOTED:
-            shown = {k.split(".")[1]: v for k, v in one.setting.items()} if one.target is not None else {}
+    for rule_rates in results:
+        if rule_rates.target is None or rule_rates.target in QUOTED:
+            shown = {k.split(".")[1]: v for k, v in rule_rates.setting.items()} if rule_rates.target is not None else {}
             threshold = ", ".join(
                 f"{key}={value:.4g}" if isinstance(value, float) else str(value) for key, value in shown.items()
             )
             lines.append(
                 {
-                    "rule": one.rule,
+                    "rule": rule_rates.rule,
                     "thresholds": threshold or "as published",
-                    "target": "-" if one.target is None else f"{one.target:.0%}",
-                    "rows": one.rows,
-                    "tokens": one.tokens,
-                    "shortest": one.deciles[0],
-                    "longest": one.deciles[-1],
-                    "adv > 0": one.positive,
-                    "adv < 0": one.negative,
-                    "correct": one.correct,
-                    "wrong": one.wrong,
-                    "ess": one.ess,
+                    "target": "-" if rule_rates.target is None else f"{rule_rates.target:.0%}",
+                    "rows": rule_rates.rows,
+                    "tokens": rule_rates.tokens,
+                    "shortest": rule_rates.deciles[0],
+                    "longest": rule_rates.deciles[-1],
+                    "adv > 0": rule_rates.positive,
+                    "adv < 0": rule_rates.negative,
+                    "correct": rule_rates.correct,
+                    "wrong": rule_rates.wrong,
+                    "ess": rule_rates.ess,
                 }
             )
-    for two in predicted:
+    for prediction in predicted:
         lines.append(
             {
-                "trm_max, max_kl": two.max_kl,
-                "p of a token": two.violation_probability,
-                "rows": two.measured,
-                "1-(1-p)^T": two.predicted,
-                "longest": two.measured_deciles[-1],
-                "longest, predicted": two.predicted_deciles[-1],
+                "trm_max, max_kl": prediction.max_kl,
+                "p of a token": prediction.violation_probability,
+                "rows": prediction.measured,
+                "1-(1-p)^T": prediction.predicted,
+                "longest": prediction.measured_deciles[-1],
+                "longest, predicted": prediction.predicted_deciles[-1],
             }
         )
     return lines
@@ -195,24 +201,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    found = evidences(update for updates in recording.steps.values() for update in updates)
-    strata = Strata(found)
-    results, predicted = all_rates(found, strata), predictions(found, strata)
+    batches = evidences(update for updates in recording.steps.values() for update in updates)
+    strata = Strata(batches)
+    results, predicted = all_rates(batches, strata), predictions(batches, strata)
     what = (
         f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths "
         f"{strata.length.min():.0f} to {strata.length.max():.0f}"
     )
     details = {
-        "grid": [vars(one) for one in results],
-        "trm_max": [vars(one) for one in predicted],
+        "grid": [vars(rule_rates) for rule_rates in results],
+        "trm_max": [vars(prediction) for prediction in predicted],
         "decile_lengths": strata.lengths(),
     }
     report(f"Rejected shares, {what}", table(results, predicted), args.json, details)
     return 0
 
 
-def _rows(found: Sequence[Evidence], of: object) -> np.ndarray:
-    return np.concatenate([of(evidence).double().numpy() for evidence in found])  # type: ignore[operator]
+def _rows(batches: Sequence[Evidence], of: object) -> np.ndarray:
+    return np.concatenate([of(evidence).double().numpy() for evidence in batches])  # type: ignore[operator]
 
 
 def _mean(values: np.ndarray) -> float:

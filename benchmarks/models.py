@@ -26,7 +26,7 @@ from moe_trm.models.registry import MOE_FAMILIES, family_of
 FOUND = Path(__file__).parent / "models.json"
 FOUND_RELEASES = Path(__file__).parent / "releases.json"
 FOUND_PROOFS = Path(__file__).parent / "families.json"
-"""What `benchmarks.families` found."""
+"""Findings of `benchmarks.families`."""
 RELEASES = Path(__file__).parents[1] / "moe_trm" / "models" / "published"
 """config.json of published models."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -85,10 +85,10 @@ def examine(checkpoint: Path, folder: Path) -> dict[str, Any]:
     settings["record"] = {"bundle": str(folder / "bundle")}
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings), encoding="utf-8")
-    found: dict[str, Any] = {"sglang": _live(config, folder)}
+    results: dict[str, Any] = {"sglang": _live(config, folder)}
     for learner in LEARNERS:
-        found[learner] = _learner(learner, settings, folder)
-    return found
+        results[learner] = _learner(learner, settings, folder)
+    return results
 
 
 def _live(config: Path, folder: Path) -> dict[str, Any]:
@@ -117,15 +117,15 @@ def _learner(name: str, settings: Mapping[str, Any], folder: Path) -> dict[str, 
     """The learner `name` on the recorded samples, in a separate process."""
     backend = {**settings["learner"], "backend": name}
     config, out = folder / f"{name}.yaml", folder / f"{name}.json"
-    own = {"learner": backend, "replay": {"mode": "R3", "max_local_flip_rate": 1.0}, "record": {}}
-    config.write_text(json.dumps({**settings, **own}), encoding="utf-8")
+    backend_settings = {"learner": backend, "replay": {"mode": "R3", "max_local_flip_rate": 1.0}, "record": {}}
+    config.write_text(json.dumps({**settings, **backend_settings}), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
     command += ["benchmarks.engines.family_learner", str(config), str(folder / "bundle"), str(out)]
     done = _run(command)
     if done.returncode or not out.is_file():
         return dict.fromkeys(CHECKS["learner"], _reason(done.stderr))
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    results: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return results
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -143,22 +143,22 @@ def _reason(text: str) -> str:
     return line.strip().replace("|", "/")[:160]
 
 
-def page(found: Mapping[str, Any], releases: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
-    """The page: what `models_page.md` says, and the tables."""
+def page(families: Mapping[str, Any], releases: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
+    """The page: the text of `models_page.md`, and the tables."""
     lines = [
         "| family | engine | serve | convert | replay R2 | replay R3 | mask | sync |",
         "|---|---|---|---|---|---|---|---|",
     ]
     reasons: list[str] = []
 
-    def cell(said: str) -> str:
-        if said in ("yes", "-"):
-            return said
-        if said not in reasons:
-            reasons.append(said)
-        return f"no ({reasons.index(said) + 1})"
+    def cell(result: str) -> str:
+        if result in ("yes", "-"):
+            return result
+        if result not in reasons:
+            reasons.append(result)
+        return f"no ({reasons.index(result) + 1})"
 
-    for family, engines in found.items():
+    for family, engines in families.items():
         for engine, label in (("sglang", "SGLang"), ("megatron", "Megatron-Core"), ("deepspeed", "DeepSpeed")):
             checks = CHECKS["sglang" if engine == "sglang" else "learner"]
             cells = [
@@ -168,7 +168,7 @@ def page(found: Mapping[str, Any], releases: Mapping[str, Any], proofs: Mapping[
             lines.append(f"| {family} | {label} | " + " | ".join(cells) + " |")
     lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
     lines += ["", "| family | learner | own routes | replayed routes | over the kept ids |", "|---|---|---|---|---|"]
-    for family, engines in found.items():
+    for family, engines in families.items():
         for engine in LEARNERS:
             if "native" in engines[engine]:
                 figures = [
@@ -190,19 +190,19 @@ def proof_lines(proofs: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def release_lines(found: Mapping[str, Any]) -> list[str]:
+def release_lines(releases: Mapping[str, Any]) -> list[str]:
     """The table of published models: `yes` where the engine, or every learner that does not refuse it, passed."""
     checks = CHECKS["release"]
     lines = [f"| release | weights | serve | sync | {' | '.join(checks)} |", "|---" * (len(checks) + 4) + "|"]
-    for name, engines in found.items():
+    for name, engines in releases.items():
         cells = [engines["sglang"]["serve"], engines["sglang"]["sync"]]
         learners = [learner for learner in LEARNERS if not engines[learner]["convert"].startswith("refused")]
         only = "" if learners == list(LEARNERS) else f" ({', '.join(learners)} only)"
         for check in checks:
-            said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in learners}
-            reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason != "yes"]
-            alike = len(set(said.values())) == 1
-            cells.append((said[learners[0]] if alike else "; ".join(reasons)) + only)
+            results = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in learners}
+            reasons = [f"{learner}: {reason}" for learner, reason in results.items() if reason != "yes"]
+            alike = len(set(results.values())) == 1
+            cells.append((results[learners[0]] if alike else "; ".join(reasons)) + only)
         lines.append(f"| {name} | {_form(name)} | " + " | ".join(cells) + " |")
     return lines
 
@@ -237,18 +237,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_all(
     run: Callable[[str, Path], dict[str, Any]], names: Sequence[str], order: Sequence[str], place: Path
 ) -> None:
-    """Run each of `names`, and keep what was found in `place`, in this order."""
-    found = found_in(place)
+    """Run each of `names`, and keep the results in `place`, in this order."""
+    results = found_in(place)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = run(name, Path(folder))
-        print(f"{name}: {json.dumps(found[name])}", flush=True)
-        ordered = {known: found[known] for known in order if known in found}
+            results[name] = run(name, Path(folder))
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
+        ordered = {entry: results[entry] for entry in order if entry in results}
         place.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
 def found_in(place: Path) -> dict[str, Any]:
-    """What a file of results has; nothing where there is none."""
+    """The contents of a file of results; empty where there is none."""
     return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
 
 

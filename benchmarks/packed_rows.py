@@ -3,7 +3,7 @@
 `python -m benchmarks.packed_rows --json FILE`. The learner is the real one: one Megatron rank on the quickstart's
 model, with random weights and random legal routes (R3). A step scores all micro-batches and makes the optimizer steps.
 Steps on packs and on padded rows of the same samples alternate in one process; ratios are medians over pairs. Lengths
-are those of a quickstart step, and log-normal with a median of 400 and a 99th percentile of 4,000 tokens. Memory is
+come from a quickstart step, or are log-normal with a median of 400 and a 99th percentile of 4,000 tokens. Memory is
 what a process of its own needs at its peak for one forward and backward pass, above what it needed before.
 """
 
@@ -143,10 +143,10 @@ def measure(learner: MegatronLearner, name: str, lengths: list[int], repeats: in
             if turn:
                 seconds[layout].append(taken)
     pairs = list(zip(seconds["padded"], seconds["packed"], strict=True))
-    found: list[Row] = []
+    table: list[Row] = []
     for layout in LAYOUTS:
         padding = plan_metrics([plans[layout]], packed=layout == "packed")["batch/padding_fraction"]
-        found.append(
+        table.append(
             {
                 "lengths": name,
                 "layout": layout,
@@ -154,26 +154,30 @@ def measure(learner: MegatronLearner, name: str, lengths: list[int], repeats: in
                 "tokens": sum(lengths),
                 "columns / token": 1 / (1 - padding),
                 "s": median(wall for wall, _ in seconds[layout]),
-                "times faster": 1.0 if layout == "padded" else median(one[0] / two[0] for one, two in pairs),
-                "times faster, CPU": 1.0 if layout == "padded" else median(one[1] / two[1] for one, two in pairs),
+                "times faster": 1.0
+                if layout == "padded"
+                else median(padded[0] / packed[0] for padded, packed in pairs),
+                "times faster, CPU": 1.0
+                if layout == "padded"
+                else median(padded[1] / packed[1] for padded, packed in pairs),
             }
         )
-    return found
+    return table
 
 
 def lengths_of_pack(tokens: int) -> list[int]:
     """Log-normal samples of `tokens` tokens in all; the last one takes what is left."""
-    lengths, left = [], tokens
+    lengths, remaining = [], tokens
     for length in log_normal_lengths(tokens):
-        if left < 2 * length + 2 * PROMPT:
+        if remaining < 2 * length + 2 * PROMPT:
             break
         lengths.append(length)
-        left -= length
-    return [*lengths, left]
+        remaining -= length
+    return [*lengths, remaining]
 
 
 def memory(tokens: int) -> float:
-    """MiB at the peak of one forward and backward pass of a pack of `tokens` tokens, above those before it."""
+    """MiB at the peak of one forward and backward pass of a pack of `tokens` tokens, above the memory before it."""
     lengths = lengths_of_pack(tokens)
     [[mini]] = plan_step(
         rows_of(lengths), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=len(lengths), packed=True
@@ -184,12 +188,12 @@ def memory(tokens: int) -> float:
         choose(learner, "packed")
         [small] = plan_step(rows_of([64] * 4), seed=0, step=1, minibatches=1, data_size=1)
         step(learner, small)
-        before = forget_peak()
+        start_bytes = forget_peak()
         [batch] = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
         learner.update([batch], [sources(batch)], objective([batch], mini.num_tokens))
-        after = status_bytes("VmHWM")
+        peak_bytes = status_bytes("VmHWM")
     dist.destroy_process_group()
-    return (after - before) / 2**20
+    return (peak_bytes - start_bytes) / 2**20
 
 
 def memories(lengths: Sequence[int]) -> list[Row]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes in use during `work`, those of other threads too: the least of several counts is its own."""
+    """Most bytes in use during `work`, also by other threads: the least of several counts is its own."""
     tracemalloc.start()
     try:
         work()
@@ -19,13 +19,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def forget_peak() -> int:
-    """Begin the peak of this process (`VmHWM`) anew; that of the parent counts else. Returns the bytes it has now."""
+    """Begin the peak of this process (`VmHWM`) anew; else the parent's would count. Returns the bytes it has now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return status_bytes("VmRSS")
 
 
 def status_bytes(field: str) -> int:
     """Bytes of a line of `/proc/self/status`."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"/proc/self/status has {field}"
-    return 1024 * int(found.group(1))
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None, f"/proc/self/status has {field}"
+    return 1024 * int(match.group(1))

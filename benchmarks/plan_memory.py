@@ -33,7 +33,7 @@ SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 128, "num_experts_per_tok": 2,
 }  # fmt: skip
 ROWS, COLUMNS, PROMPT = 16, 64, 8
-"""A micro-batch: rows of equal length, their forwarded tokens, and those of them that are not scored."""
+"""A micro-batch: rows of equal length, their forwarded tokens, and how many of these are not scored."""
 RESIDENT = ("weights", "gradients", "optimizer")
 PASSING = ("merged", "activations", "replay", "logits head", "backward")
 """Kinds of the planner that a step allocates and gives back."""
@@ -130,14 +130,14 @@ def make_model(family: str, folder: Path) -> Path:
 
 
 def compared(name: str, checkpoint: Path, folder: Path) -> list[Row]:
-    """Rows of what the ranks of layout `name` wrote to `folder`: for each rank and kind, in MB."""
+    """Rows from the results of layout `name` in `folder`: for each rank and kind, in MB."""
     rows: list[Row] = []
     for rank in range(CASES[name].ranks):
         measured = json.loads((folder / result_file(name, rank)).read_text(encoding="utf-8"))
         predicted = prediction(name, checkpoint, measured["stage"])
         pairs = {kind: (predicted[kind], measured[kind]) for kind in RESIDENT}
         pairs["a step"] = sum(predicted.get(kind, 0.0) for kind in PASSING), measured["step"]
-        pairs["all"] = (sum(one for one, _ in pairs.values()), sum(two for _, two in pairs.values()))
+        pairs["all"] = (sum(expected for expected, _ in pairs.values()), sum(got for _, got in pairs.values()))
         for kind, (expected, got) in pairs.items():
             rows.append(
                 {
@@ -172,7 +172,7 @@ def prediction(name: str, checkpoint: Path, stage: int) -> dict[str, float]:
 
 
 def result_file(name: str, rank: int) -> str:
-    """File of what this rank measured."""
+    """The file of this rank's measurements."""
     return f"{name}-{rank}.json".replace(" ", "_")
 
 

@@ -35,8 +35,8 @@ def main(argv: list[str]) -> None:
     checkpoint, out, *names = argv
     dist.init_process_group("gloo")
     for name in names:
-        found = measure(CASES[name], Path(checkpoint))
-        (Path(out) / result_file(name, dist.get_rank())).write_text(json.dumps(found), encoding="utf-8")
+        measured = measure(CASES[name], Path(checkpoint))
+        (Path(out) / result_file(name, dist.get_rank())).write_text(json.dumps(measured), encoding="utf-8")
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -53,8 +53,8 @@ def measure(case: Case, checkpoint: Path) -> dict[str, int]:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     # Megatron's buffers for gathered columns stay; the planner counts them with what a step allocates.
     gathered = nbytes(parallel_state.get_global_memory_buffer().buffer.values())
-    found = {"weights": nbytes(weights), "gradients": nbytes(gradients), "optimizer": nbytes(optimizer)}
-    return {**found, "step": step + gathered, "stage": stage}
+    resident = {"weights": nbytes(weights), "gradients": nbytes(gradients), "optimizer": nbytes(optimizer)}
+    return {**resident, "step": step + gathered, "stage": stage}
 
 
 def update(learner: MegatronLearner, batches: list[TokenBatch]) -> None:
@@ -71,8 +71,8 @@ def held(learner: MegatronLearner) -> tuple[list[Tensor], list[Tensor], list[Ten
         buffer.grad_data for chunk in learner._wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
     ]
     state = [tensor for part in learner._optimizer._parts for tensor in _state(part)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*weights, *gradients)}
-    return weights, gradients, [tensor for tensor in state if tensor.untyped_storage().data_ptr() not in known]
+    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*weights, *gradients)}
+    return weights, gradients, [tensor for tensor in state if tensor.untyped_storage().data_ptr() not in model_storages]
 
 
 def _state(part: Any) -> Iterable[Tensor]:
@@ -94,13 +94,13 @@ def peak_bytes(call: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     events = sorted(_allocations(recorded.profiler.kineto_results.experimental_event_tree()))
-    held, now, most = dict[int, int](), 0, 0
+    held, in_use, most = dict[int, int](), 0, 0
     for _, pointer, size in events:
         # What is given back without a record shows when its place is taken again.
-        now += max(size, 0) - held.pop(pointer, 0)
+        in_use += max(size, 0) - held.pop(pointer, 0)
         if size > 0:
             held[pointer] = size
-        most = max(most, now)
+        most = max(most, in_use)
     return most
 
 
@@ -139,7 +139,7 @@ def micro_batch(hf: dict[str, Any], number: int, masks: int) -> TokenBatch:
 
 
 def routes(hf: dict[str, Any], tokens: np.ndarray, turn: int) -> RouteRecord:
-    """Each token's experts follow those of the token before, so that all get the same number."""
+    """Each token's experts follow the experts of the token before, so that all get the same number."""
     layers, experts, top_k = moe_layers(hf), num_experts(hf), int(hf["num_experts_per_tok"])
     first = (np.arange(len(tokens) - 1)[:, None] + np.arange(len(layers)) + turn) * top_k
     ids = (first[..., None] + np.arange(top_k)) % experts

@@ -2,12 +2,12 @@
 
 `python -m benchmarks.plan_public [--models M ...] [--nodes N ...] [--json FILE]`. Nothing runs but the planner.
 
-Reported seconds are those of NVIDIA's NeMo AutoModel for pre-training in bfloat16 on H100 (2026-04-17, its page
+Reported seconds come from NVIDIA's NeMo AutoModel for pre-training in bfloat16 on H100 (2026-04-17, its page
 docs/performance-summary.md). Tokens of pre-training are trained once: 6 operations each, no pass of log-probs.
 
 Reported memory of hosts is of slime with CPU Adam: its issue 1851 (Ray's GB are GiB), and its example of DeepSeek-R1,
 as vime keeps it. Beside an optimizer that sources keep copies of a rank's weights and gradients: the policy's and the
-reference's weights (`TensorBackuper`), and until its pull requests 1924 and 1952 those of torch_memory_saver.
+reference's weights (`TensorBackuper`), and until its pull requests 1924 and 1952 the copies of torch_memory_saver.
 
 Set-ups of others are slime's scripts run-qwen3-30B-A3B.sh and run-glm4.7-355B-A32B.sh, and verl's
 run_deepseek671b_math_megatron_80gb.sh. Both sides share all GPUs there.
@@ -43,7 +43,7 @@ H100 = gpu_of("h100")
 
 
 class Reported(NamedTuple):
-    """A run of pre-training: its step in samples of 4,096 tokens, and what was printed."""
+    """A run of pre-training: its step in samples of 4,096 tokens, and the figures that were printed."""
 
     model: str
     gpus: int
@@ -69,7 +69,7 @@ HOSTS = (
 
 
 class SetUp(NamedTuple):
-    """What others run: their layout, GPUs of a server, lengths and samples of a step."""
+    """A run of others: its layout, GPUs of a server, lengths and samples of a step."""
 
     model: str
     source: str
@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", nargs="*", type=int, default=NODES, help="of 8 GPUs (default: 1 2 4 8 16 32)")
     args = parser.parse_args(argv)
     rows = [planned(model, nodes) for model in args.models for nodes in args.nodes]
-    rows += [pre_trained(one) for one in PRE_TRAINING]
-    rows += [set_up(one) for one in SET_UPS]
+    rows += [pre_trained(reported) for reported in PRE_TRAINING]
+    rows += [set_up(setup) for setup in SET_UPS]
     report("Plans, and predictions against reports", [*rows, *hosts()], args.json)
     return 0
 
@@ -113,17 +113,17 @@ def work_of(model: str, config: Config) -> Work:
 def planned(model: str, nodes: int) -> Row:
     """The best plan of a search, and the seconds that it took."""
     config, began = load(WORKLOAD), time.process_time()
-    found = search(config, work_of(model, config), Cluster(nodes, 8, H100, 1))
+    result = search(config, work_of(model, config), Cluster(nodes, 8, H100, 1))
     row: Row = {"model": model, "nodes": nodes, "searched, s": round(time.process_time() - began, 1)}
-    if not found.plans:
-        return row | {"best plan": found.why, "step, s": "-", "learner, GB": "-", "server, GB": "-", "plans": 0}
-    best = found.plans[0]
+    if not result.plans:
+        return row | {"best plan": result.why, "step, s": "-", "learner, GB": "-", "server, GB": "-", "plans": 0}
+    best = result.plans[0]
     return row | {
         "best plan": layout_of(best),
         "step, s": round(best.configured.timeline.step_s, 1),
         "learner, GB": round(best.layout.total / 1e9, 1),
         "server, GB": round(best.serving.bytes_per_gpu / 1e9, 1),
-        "plans": len(found.plans),
+        "plans": len(result.plans),
     }
 
 
@@ -136,52 +136,52 @@ def layout_of(plan: Plan) -> str:
     return f"{plan.serving.servers}x{plan.serving.gpus} on {serves}; {plan.ranks} train {shape}; {savers}"
 
 
-def pre_trained(one: Reported) -> Row:
+def pre_trained(reported: Reported) -> Row:
     """Predicted seconds of a reported step."""
-    settings = ["rollout.max_new_tokens=4096", "learner.minibatches=1", f"learner.parallel.expert={one.expert}"]
-    hf = work_of(one.model, load(WORKLOAD)).hf
-    model, tokens, efficiency = model_of(hf), one.samples * 4096.0, Efficiency()
+    settings = ["rollout.max_new_tokens=4096", "learner.minibatches=1", f"learner.parallel.expert={reported.expert}"]
+    hf = work_of(reported.model, load(WORKLOAD)).hf
+    model, tokens, efficiency = model_of(hf), reported.samples * 4096.0, Efficiency()
     uneven = []
-    if len(model.layers) % one.pipeline:
-        uneven = [f"learner.parallel.pipeline_layout='{balanced(len(model.layers), one.pipeline)}'"]
-    config = load(WORKLOAD, [*settings, f"learner.parallel.pipeline={one.pipeline}", *uneven])
+    if len(model.layers) % reported.pipeline:
+        uneven = [f"learner.parallel.pipeline_layout='{balanced(len(model.layers), reported.pipeline)}'"]
+    config = load(WORKLOAD, [*settings, f"learner.parallel.pipeline={reported.pipeline}", *uneven])
     # Virtual stages of the reports keep the wait short: it is left out, as the pass of log-probs is.
-    seconds = train_seconds(model, hf, load(WORKLOAD, settings), H100, one.gpus, tokens, 4096, efficiency)
+    seconds = train_seconds(model, hf, load(WORKLOAD, settings), H100, reported.gpus, tokens, 4096, efficiency)
     seconds *= 3 / (3 + anchor_passes(config, 0.0))
-    seconds += exchange_seconds(model, hf, config, H100, 8, one.gpus, tokens, efficiency)
+    seconds += exchange_seconds(model, hf, config, H100, 8, reported.gpus, tokens, efficiency)
     return {
-        "pre-training": one.model,
-        "GPUs": one.gpus,
-        "reported, s": one.seconds,
+        "pre-training": reported.model,
+        "GPUs": reported.gpus,
+        "reported, s": reported.seconds,
         "predicted, s": round(seconds, 2),
-        "off": f"{seconds / one.seconds - 1:+.0%}",
-        "reported MFU": f"{one.tflops / H100.tflops:.0%}",
+        "off": f"{seconds / reported.seconds - 1:+.0%}",
+        "reported MFU": f"{reported.tflops / H100.tflops:.0%}",
         "assumed": f"{efficiency.train_flops:.0%}",
     }
 
 
-def set_up(one: SetUp) -> Row:
+def set_up(setup: SetUp) -> Row:
     """A layout of others by the planner, beside the best plan of a search for their workload on their machine."""
-    parallel = [f"learner.parallel.{size}" for size in one.layout.split()]
-    shared = ["rollout.colocate=true", f"rollout.server.tensor_parallel={one.server}", "pipeline.mode=sync"]
-    savers = ["learner.offload_optimizer=true", "learner.recompute=full", f"learner.micro_batch_tokens={one.tokens}"]
-    config = load(WORKLOAD, [*one.workload.split(), *parallel, *shared, *savers])
-    work, cluster = work_of(one.model, config), Cluster(one.nodes, 8, H100, 1)
+    parallel = [f"learner.parallel.{size}" for size in setup.layout.split()]
+    shared = ["rollout.colocate=true", f"rollout.server.tensor_parallel={setup.server}", "pipeline.mode=sync"]
+    savers = ["learner.offload_optimizer=true", "learner.recompute=full", f"learner.micro_batch_tokens={setup.tokens}"]
+    config = load(WORKLOAD, [*setup.workload.split(), *parallel, *shared, *savers])
+    work, cluster = work_of(setup.model, config), Cluster(setup.nodes, 8, H100, 1)
     model, gpus = work.model(config), cluster.nodes * cluster.gpus
     held = build(config, work, cluster).layout.resident
-    served = with_servers(config, model, work, cluster, gpus, one.server, held)
+    served = with_servers(config, model, work, cluster, gpus, setup.server, held)
     plan = build(config if served is None else served[1], work, cluster)
     sizes = config.learner.parallel
     named = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert)
     tried = {
-        (found.tensor, found.pipeline, found.context, found.expert)
-        for found, _ in layouts(config, work.hf, gpus, cluster.gpus)
+        (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert)
+        for parallel, _ in layouts(config, work.hf, gpus, cluster.gpus)
     }
-    best = search(load(WORKLOAD, one.workload.split()), work, cluster).plans
+    best = search(load(WORKLOAD, setup.workload.split()), work, cluster).plans
     return {
-        "set-up of others": one.model,
-        "nodes": one.nodes,
-        "by": one.source,
+        "set-up of others": setup.model,
+        "nodes": setup.nodes,
+        "by": setup.source,
         "layout": "x".join(map(str, named)),
         "searched": "yes" if named in tried else "no",
         "a rank, GB": round(plan.layout.total / 1e9, 1),
@@ -195,7 +195,7 @@ def set_up(one: SetUp) -> Row:
 def hosts() -> Iterator[Row]:
     """Host memory of a node with CPU Adam: 16 bytes for each number that is stepped, and the framework's copies."""
     for name, nodes, source, layout, reported in HOSTS:
-        settings = [f"learner.parallel.{one}" for one in layout.split()]
+        settings = [f"learner.parallel.{size}" for size in layout.split()]
         config = load(WORKLOAD, ["learner.offload_optimizer=true", *settings])
         model, world = model_of(work_of(name, config).hf), 8 * nodes
         stages = range(config.learner.parallel.pipeline)

@@ -45,7 +45,7 @@ MANY, FEW = 128, 16
 SKIPPED = 3
 """First steps, in which nothing has been sampled ahead and caches are cold."""
 WALL = "wall_s"
-"""Seconds from the line of the step before to that of this one: what comes between two steps is in it."""
+"""Seconds from the line of the step before to the line of this one: what comes between two steps is in it."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=14, help=f"of each run, {SKIPPED} not counted (default: 14)")
     parser.add_argument("--repeats", type=int, default=1, help="of everything (default: 1)")
     args = parser.parse_args(argv)
-    before, rows = os.getloadavg()[0], list[Row]()
+    start_load, rows = os.getloadavg()[0], list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = starting_checkpoint(args.checkpoint, Path(folder))
         for repeat in range(args.repeats):
             place = Path(folder) / str(repeat)
             place.mkdir()
             rows += repeated(checkpoint, place, args.steps)
-    report(f"Seconds of a step; load before the first run {before:.1f}", rows, args.json)
+    report(f"Seconds of a step; load before the first run {start_load:.1f}", rows, args.json)
     return 0
 
 
@@ -110,7 +110,9 @@ def run(path: Path, folder: Path, name: str, steps: int, words: Sequence[str]) -
         raise MoeTrmError(f"run {name} ended with exit code {code}", where=str(folder))
     lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows: list[dict[str, float]] = [row for row in map(json.loads, lines) if "time/step_s" in row]
-    return [row | {WALL: row["time/unix_s"] - before["time/unix_s"]} for before, row in pairwise(rows[SKIPPED - 1 :])]
+    return [
+        row | {WALL: row["time/unix_s"] - previous["time/unix_s"]} for previous, row in pairwise(rows[SKIPPED - 1 :])
+    ]
 
 
 def settings_of(folder: Path, name: str, steps: int, words: Sequence[str]) -> list[str]:
@@ -131,9 +133,9 @@ def calibrate(path: Path, checkpoint: Path, folder: Path, steps: int) -> Speeds:
     lengths = recorded(str(folder / "many"))
     push_s = min(mean(many, "push"), mean(many, "sync"))
     # What the learner waits beyond the sampling is the way of the batch to it, and counts as the learner's.
-    others = fmean(row[WALL] for row in many) - min(sampling_s(many), mean(many, "wait")) - mean(many, "score") - push_s
+    rest_s = fmean(row[WALL] for row in many) - min(sampling_s(many), mean(many, "wait")) - mean(many, "score") - push_s
     score_s = mean(many, "score") / anchor_passes(load(str(path), settings_of(folder, "many", steps, words)))
-    return Speeds(pass_s, row_s, score_s, others, push_s, *busy_cores(clock, many), cores, lengths)
+    return Speeds(pass_s, row_s, score_s, rest_s, push_s, *busy_cores(clock, many), cores, lengths)
 
 
 def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
@@ -177,10 +179,10 @@ def busy_cores(clock: SideClock, rows: Sequence[Mapping[str, float]]) -> tuple[f
     sampling = training = server = learner = 0.0
     for row in rows:
         end = row["time/unix_s"]
-        begun = end - row["time/step_s"]
-        turn = begun + row["time/wait_s"]
-        sampling, training = sampling + turn - begun, training + end - turn
-        server += clock.between("server", begun, turn)
+        start = end - row["time/step_s"]
+        turn = start + row["time/wait_s"]
+        sampling, training = sampling + turn - start, training + end - turn
+        server += clock.between("server", start, turn)
         learner += clock.between("learner", turn, end)
     if not server or not learner:
         raise MoeTrmError(
@@ -204,17 +206,17 @@ def predicted(config: Config, speeds: Speeds, steps: int) -> tuple[float, float]
         in_flight=float(config.rollout.concurrency),
         sharing=speeds.sharing,
     )
-    own, with_older = anchor_passes(config, 0.0), anchor_passes(config, 1.0)
-    train_s, older_s = speeds.train_s + speeds.score_s * own, speeds.score_s * (with_older - own)
+    fresh, with_older = anchor_passes(config, 0.0), anchor_passes(config, 1.0)
+    train_s, older_s = speeds.train_s + speeds.score_s * fresh, speeds.score_s * (with_older - fresh)
     schedule = Mode.of(config.pipeline, config.learner.minibatches).schedule(sends=config.sync.method == "distributed")
-    found = simulate(speeds.lengths.batches(steps, samples), train_s, fleet, schedule, older_s)
-    return (found.ends_s[-1] - found.ends_s[SKIPPED - 1]) / (steps - SKIPPED), found.learner_idle_later
+    simulation = simulate(speeds.lengths.batches(steps, samples), train_s, fleet, schedule, older_s)
+    return (simulation.ends_s[-1] - simulation.ends_s[SKIPPED - 1]) / (steps - SKIPPED), simulation.learner_idle_later
 
 
 def compared(path: Path, folder: Path, words: Sequence[str], steps: int, speeds: Speeds) -> Row:
-    """The row of one mode. The interval is that of the measured mean, two standard errors wide on each side."""
-    mode, *others = words
-    overrides = [f"pipeline.mode={mode}", f"rollout.concurrency={MANY}", *others]
+    """The row of one mode. The interval is the measured mean's, two standard errors wide on each side."""
+    mode, *mode_settings = words
+    overrides = [f"pipeline.mode={mode}", f"rollout.concurrency={MANY}", *mode_settings]
     expected, idle = predicted(load(str(path), settings_of(folder, mode, steps, overrides)), speeds, steps)
     rows = run(path, folder, mode, steps, overrides)
     seconds = [row[WALL] for row in rows]

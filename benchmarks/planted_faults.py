@@ -85,7 +85,7 @@ class Clinic:
         words = [f"run_dir={folder}", f"model.checkpoint={self.checkpoint}", *overrides]
         config, path = self.settings(words), self._path
         failed: list[Check] = []
-        found = examine(
+        examination = examine(
             str(path),
             words,
             config,
@@ -94,8 +94,8 @@ class Clinic:
             lambda check: failed.append(check) if check.status == "fail" else None,
             probe=probe,
         )
-        if found.finding is not None:
-            return found.finding.cause, dict(found.finding.figures), folder / "bundle"
+        if examination.finding is not None:
+            return examination.finding.cause, dict(examination.finding.figures), folder / "bundle"
         return _named(failed), {}, folder / "bundle"
 
 
@@ -128,9 +128,9 @@ def serving(checkpoint: Path, folder: Path, dtype: str) -> Iterator[str]:
 def record(clinic: Clinic, seeds: Sequence[int], needed: Collection[str]) -> dict[tuple[str, int], tuple[Path, str]]:
     """The recordings that are needed, by name and seed: the bundle, and the override under which it was made."""
     requested = {"clean": "rollout.top_p=0.95", **{f"top_p {p}": f"rollout.top_p={p}" for p in (0.98, 0.9, 0.8)}}
-    found = {}
-    for dtype, known in (("float32", list(requested)), ("bfloat16", ["bfloat16"])):
-        names = [name for name in known if name in needed]
+    recordings = {}
+    for dtype, available in (("float32", list(requested)), ("bfloat16", ["bfloat16"])):
+        names = [name for name in available if name in needed]
         if not names:
             continue
         with serving(clinic.checkpoint, clinic.folder, dtype) as url:
@@ -144,9 +144,9 @@ def record(clinic: Clinic, seeds: Sequence[int], needed: Collection[str]) -> dic
                         f"seed={seed}",
                         sampling,
                     )
-                    print(f"recorded {name}, seed {seed}: the doctor says {cause}", flush=True)
-                    found[name, seed] = bundle, sampling
-    return found
+                    print(f"recorded {name}, seed {seed}: the doctor names {cause}", flush=True)
+                    recordings[name, seed] = bundle, sampling
+    return recordings
 
 
 def of_recordings(
@@ -167,16 +167,16 @@ def of_recordings(
                 "replay.max_local_flip_rate=1.0",
                 *fault.learner,
             ]
-            found = find_cause(rescore(clinic.settings(words), bundle))
+            finding = find_cause(rescore(clinic.settings(words), bundle))
             shutil.rmtree(folder)
-            figures = "  ".join(f"{name} {value:.3g}" for name, value in found.figures.items())
-            print(f"{fault.name}, {fault.severity}, seed {seed}: {found.cause}  {figures}", flush=True)
+            figures = "  ".join(f"{name} {value:.3g}" for name, value in finding.figures.items())
+            print(f"{fault.name}, {fault.severity}, seed {seed}: {finding.cause}  {figures}", flush=True)
             yield {
                 "fault": fault.name,
                 "severity": fault.severity,
                 "seed": seed,
                 "expected": fault.expected,
-                "found": found.cause,
+                "found": finding.cause,
             }
 
 
@@ -213,8 +213,8 @@ def rescore(config: Config, bundle: Path) -> Measurements:
                 flips,
             )
             for row, item in enumerate(part.rows):
-                own = [channel.detach()[row][batch.mask[row]].numpy() for channel in channels]
-                parts.append(of_sample(item.record, *own))
+                sample_channels = [channel.detach()[row][batch.mask[row]].numpy() for channel in channels]
+                parts.append(of_sample(item.record, *sample_channels))
         return join(parts)
     finally:
         close_learner()
@@ -226,10 +226,10 @@ def of_live_servers(clinic: Clinic, seeds: Sequence[int]) -> Iterator[Row]:
         base = (f"rollout.url={url}", f"rollout.api_key={KEY}")
         for severity, swaps in zip(SEVERITIES, (1, 4, 16), strict=True):
             for seed in seeds:
-                other = planted_checkpoint(clinic.checkpoint, clinic.folder / "planted", None, seed)
-                swap_tokens(other / "tokenizer.json", swaps, seed)
-                cause, _, _ = clinic.visit(*base, f"model.checkpoint={other}", probe=False)
-                shutil.rmtree(other)
+                altered = planted_checkpoint(clinic.checkpoint, clinic.folder / "planted", None, seed)
+                swap_tokens(altered / "tokenizer.json", swaps, seed)
+                cause, _, _ = clinic.visit(*base, f"model.checkpoint={altered}", probe=False)
+                shutil.rmtree(altered)
                 yield {
                     "fault": "tokenizers differ",
                     "severity": severity,
@@ -266,8 +266,8 @@ def swap_tokens(path: Path, swaps: int, seed: int) -> None:
     vocabulary = data["model"]["vocab"]
     used = [character for character in "672+39=The quickbrownfxs,#14" if character in vocabulary]
     generator = torch.Generator().manual_seed(seed)
-    chosen = [used[i] for i in torch.randperm(len(used), generator=generator).tolist()]
-    for a, b in zip(chosen[:swaps], chosen[swaps : 2 * swaps], strict=False):
+    shuffled = [used[i] for i in torch.randperm(len(used), generator=generator).tolist()]
+    for a, b in zip(shuffled[:swaps], shuffled[swaps : 2 * swaps], strict=False):
         vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     path.write_text(json.dumps(data), encoding="utf-8")
 
@@ -276,9 +276,9 @@ def matrix(rows: Sequence[Row]) -> list[Row]:
     """One line for each fault and severity: how often each cause was named."""
     table: list[Row] = []
     for fault, severity, expected in dict.fromkeys((row["fault"], row["severity"], row["expected"]) for row in rows):
-        found = Counter(row["found"] for row in rows if (row["fault"], row["severity"]) == (fault, severity))
-        named = ", ".join(f"{cause} {count}" for cause, count in found.most_common())
-        right = found[expected] / found.total()
+        causes = Counter(row["found"] for row in rows if (row["fault"], row["severity"]) == (fault, severity))
+        named = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+        right = causes[expected] / causes.total()
         table.append(
             {"fault": fault, "severity": severity, "should be": expected, "doctor says": named, "right": right}
         )

@@ -25,7 +25,7 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Look:
+class Reading:
     """One process at one moment.
 
     Attributes:
@@ -45,37 +45,37 @@ class Look:
 
 
 def watch(
-    command: Sequence[str], step: Callable[[], int], each_look: Callable[[], object]
-) -> list[tuple[str, list[Look]]]:
+    command: Sequence[str], step: Callable[[], int], after_readings: Callable[[], object]
+) -> list[tuple[str, list[Reading]]]:
     """Run `command` to its end. Returns the name and the measurements of each of its processes.
 
     Args:
         command: of the job.
         step: the last finished step.
-        each_look: called as often as the processes are looked at.
+        after_readings: called after each round of readings.
 
     Raises:
         SystemExit: the job failed.
     """
     job = psutil.Popen(list(command), stdout=subprocess.DEVNULL)
-    looks: defaultdict[psutil.Process, list[Look]] = defaultdict(list)
+    readings: defaultdict[psutil.Process, list[Reading]] = defaultdict(list)
     names: dict[psutil.Process, str] = {}
     while job.poll() is None:
-        now = step()
+        finished_step = step()
         for process in [psutil.Process(job.pid), *job.children(recursive=True)]:
             with suppress(psutil.Error, OSError):
                 # A process names itself when it is up.
                 names[process] = role(process.cmdline())
-                looks[process].append(look(process, now))
-        each_look()
+                readings[process].append(reading_of(process, finished_step))
+        after_readings()
         with suppress(psutil.TimeoutExpired):
             job.wait(PAUSE_S)
     if job.returncode:
         raise SystemExit(f"the run ended with exit code {job.returncode}")
-    return [(names[process], looks[process]) for process in looks]
+    return [(names[process], readings[process]) for process in readings]
 
 
-def look(process: psutil.Process, step: int) -> Look:
+def reading_of(process: psutil.Process, step: int) -> Reading:
     """`process` now. Raises `psutil.Error` or `OSError` where it is gone."""
     proc = Path(f"/proc/{process.pid}")
     rollup = {
@@ -83,7 +83,7 @@ def look(process: psutil.Process, step: int) -> Look:
         for key, size, *_ in (line.split() for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
     }
     opened = [str(link.readlink()) for link in (proc / "fd").iterdir() if link.is_symlink()]
-    return Look(
+    return Reading(
         step=step,
         memory=rollup["Pss_Anon"] + rollup["Pss_Shmem"],
         resident=rollup["Rss"],
@@ -95,10 +95,10 @@ def look(process: psutil.Process, step: int) -> Look:
 
 def role(words: Sequence[str]) -> str:
     """Short name of the process with this command line; a process that took a name has it in one word."""
-    words = [each for word in words for each in word.split()]
+    words = [part for word in words for part in word.split()]
     line = " ".join(words)
-    if found := next((name for module, name in ROLES.items() if module in words), None):
-        return found
+    if short_name := next((name for module, name in ROLES.items() if module in words), None):
+        return short_name
     if line.startswith("sglang::"):
         return f"SGLang {line.removeprefix('sglang::').split()[0]}"
     for part, name in (

@@ -55,42 +55,42 @@ def divided(published: Mapping[str, Any]) -> dict[str, Any]:
         for number, key in enumerate(key for key in published if key.endswith("_token_id")):
             ids[key] = ALWAYS["vocab_size"] - 1 - number
         return {**published, **ids, "text_config": divided(published["text_config"]), "vision_config": vision}
-    found = {**published, **{key: value for key, value in SIZES.items() if published.get(key)}, **ALWAYS}
-    found |= SPECIAL_IDS
+    small = {**published, **{key: value for key, value in SIZES.items() if published.get(key)}, **ALWAYS}
+    small |= SPECIAL_IDS
     if "linear_num_key_heads" in published:
-        found["initializer_range"] = HYBRID["initializer_range"]
+        small["initializer_range"] = HYBRID["initializer_range"]
     if kinds := published.get("layer_types"):
-        found["layer_types"] = kinds[: SIZES["num_hidden_layers"]]
+        small["layer_types"] = kinds[: SIZES["num_hidden_layers"]]
     if "mrope_section" in (rope := published.get("rope_parameters") or {}):
-        found["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
+        small["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     alike = published["num_key_value_heads"] == published["num_attention_heads"]
-    found["num_key_value_heads"] = found["num_attention_heads"] if alike else 2
-    found["num_experts_per_tok"] = max(2, int(published["num_experts_per_tok"]) // 2)
+    small["num_key_value_heads"] = small["num_attention_heads"] if alike else 2
+    small["num_experts_per_tok"] = max(2, int(published["num_experts_per_tok"]) // 2)
     if int(published.get("n_group") or 1) > 1:
-        found |= {"n_group": 4, "topk_group": 2}
+        small |= {"n_group": 4, "topk_group": 2}
     if scaling := published.get("rope_scaling"):
-        found["rope_scaling"] = {**scaling, "factor": 4.0, "original_max_position_embeddings": 128}
+        small["rope_scaling"] = {**scaling, "factor": 4.0, "original_max_position_embeddings": 128}
     if "weight_block_size" in (quantised := published.get("quantization_config") or {}):
-        found["quantization_config"] = {**quantised, "weight_block_size": BLOCK}
-    return found
+        small["quantization_config"] = {**quantised, "weight_block_size": BLOCK}
+    return small
 
 
 def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) -> Path:
     """Write a tiny checkpoint of the model whose config.json is `published` to `folder`, which is returned."""
     import transformers
 
-    whole, where = divided(published), str(folder)
-    hf = text_config(whole)
+    config, where = divided(published), str(folder)
+    hf = text_config(config)
     form = quantisation_of(hf, where)
-    made = whole if reads_images(whole) else library_config(hf)
+    made = config if reads_images(config) else library_config(hf)
     kind = transformers.CONFIG_MAPPING[made["model_type"]]
     model = random_model(made["architectures"][0], kind.from_dict({**made, "dtype": "float32"}), seed)
     with tempfile.TemporaryDirectory() as scratch:
         save(model, character_tokenizer(), Path(scratch))
         plain = load_file(Path(scratch) / "model.safetensors")
     random = torch.Generator().manual_seed(seed)
-    if reads_images(whole):
-        plain = {**model.state_dict(), **_apart(plain, hf, random)}
+    if reads_images(config):
+        plain = {**model.state_dict(), **_multi_token_layer(plain, hf, random)}
     plain |= _prediction(plain, hf, random)
     stored = dict[str, Tensor]()
     for name, tensor in plain.items():
@@ -103,31 +103,33 @@ def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) ->
         save_file({name: stored[name] for name in held}, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(whole, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return folder
 
 
-def _apart(saved: Mapping[str, Tensor], hf: Mapping[str, Any], random: torch.Generator) -> dict[str, Tensor]:
+def _multi_token_layer(
+    saved: Mapping[str, Tensor], hf: Mapping[str, Any], random: torch.Generator
+) -> dict[str, Tensor]:
     """Qwen3.5's layer that predicts several tokens at once, as the last of the model, with a tensor for each matrix."""
     width, last = int(hf["hidden_size"]), f"model.language_model.layers.{hf['num_hidden_layers'] - 1}."
-    own = {name.replace(last, "mtp.layers.0."): one for name, one in saved.items() if name.startswith(last)}
-    own |= {f"mtp.{x}.weight": torch.ones(width) for x in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
-    own["mtp.fc.weight"] = torch.ones(width, 2 * width)
-    return {name: torch.randn(one.shape, generator=random) * 0.2 for name, one in own.items()}
+    layer = {name.replace(last, "mtp.layers.0."): value for name, value in saved.items() if name.startswith(last)}
+    layer |= {f"mtp.{x}.weight": torch.ones(width) for x in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    layer["mtp.fc.weight"] = torch.ones(width, 2 * width)
+    return {name: torch.randn(value.shape, generator=random) * 0.2 for name, value in layer.items()}
 
 
 def _prediction(plain: Mapping[str, Tensor], hf: Mapping[str, Any], random: torch.Generator) -> dict[str, Tensor]:
     """Layers behind the last: each is a layer of the model and a projection of two embeddings, all random."""
-    layers, found = int(hf["num_hidden_layers"]), dict[str, Tensor]()
+    layers, tensors = int(hf["num_hidden_layers"]), dict[str, Tensor]()
     last, width = f"model.layers.{layers - 1}.", int(hf["hidden_size"])
     for number in range(layers, layers + int(hf.get("num_nextn_predict_layers") or 0)):
-        own = {name.replace(last, f"model.layers.{number}."): one for name, one in plain.items() if last in name}
+        layer = {name.replace(last, f"model.layers.{number}."): value for name, value in plain.items() if last in name}
         start = f"model.layers.{number}."
-        own |= {start + x: torch.ones(width) for x in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
-        own |= {start + "eh_proj.weight": torch.ones(width, 2 * width)}
-        own |= {start + x: plain["lm_head.weight"] for x in ("embed_tokens.weight", "shared_head.head.weight")}
-        found |= {name: torch.randn(one.shape, generator=random) * 0.2 for name, one in own.items()}
-    return found
+        layer |= {start + x: torch.ones(width) for x in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+        layer |= {start + "eh_proj.weight": torch.ones(width, 2 * width)}
+        layer |= {start + x: plain["lm_head.weight"] for x in ("embed_tokens.weight", "shared_head.head.weight")}
+        tensors |= {name: torch.randn(value.shape, generator=random) * 0.2 for name, value in layer.items()}
+    return tensors
 
 
 def stored_form(name: str, tensor: Tensor, form: Quantisation | None) -> dict[str, Tensor]:

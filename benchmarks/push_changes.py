@@ -3,11 +3,11 @@
 `python -m benchmarks.push_changes [--lr 1e-6 1e-5] [--steps N] [--checkpoint DIR] [--json FILE]`
 
 The real Megatron-Core learner makes AdamW steps on random tokens with advantages of random sign, another batch each
-time, as a policy gradient has. After the warm-up of learning rate and moments each step's weights are compared with
-those before, rounded to bfloat16 as a push rounds them. Medians over steps:
+time, as a policy gradient has. After the warm-up of learning rate and moments each step's weights are compared with the
+weights before it, rounded to bfloat16 as a push rounds them. Medians over steps:
 
 - `changed`: share of the values whose bits differ; `untouched`: share of the bytes in tensors of which no bit differs;
-- `bitmap` and `places`: bytes over those of the whole push, where a changed value has two bytes, and its place is a bit
+- `bitmap` and `places`: bytes as a share of the whole push, where a changed value has two bytes, and its place is a bit
   in a map of all values, or a four-byte index;
 - `packing s/GB`: processor seconds to find the changed values among a GB of them and pack them with their places, and
   to put them into a copy elsewhere, on one core, beside the export of the whole (`python -m benchmarks.weights`); the
@@ -70,14 +70,14 @@ def train(learner: Learner, vocab_size: int, seed: int) -> None:
     learner.update([batch], [Record()], objective)
 
 
-def compared(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
+def compared(old_values: Mapping[str, Tensor], new_values: Mapping[str, Tensor]) -> dict[str, float]:
     """The figures of one step."""
-    moved = {name: int((before[name] != new).sum()) for name, new in after.items()}
-    size, count = sum(new.nbytes for new in after.values()), sum(new.numel() for new in after.values())
-    sent = sum(moved[name] * new.itemsize for name, new in after.items())
+    moved = {name: int((old_values[name] != new).sum()) for name, new in new_values.items()}
+    size, count = sum(new.nbytes for new in new_values.values()), sum(new.numel() for new in new_values.values())
+    sent = sum(moved[name] * new.itemsize for name, new in new_values.items())
     return {
         "changed": sum(moved.values()) / count,
-        "untouched": sum(new.nbytes for name, new in after.items() if not moved[name]) / size,
+        "untouched": sum(new.nbytes for name, new in new_values.items() if not moved[name]) / size,
         "bitmap": (sent + count / 8) / size,
         "places": (sent + 4 * sum(moved.values())) / size,
     }
@@ -85,9 +85,9 @@ def compared(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[
 
 def packing_s(share: float) -> float:
     """Processor seconds to pack and unpack the values of one GB of which this share has changed, the best of three."""
-    before = torch.randint(-(2**15), 2**15, (BLOCK,), dtype=torch.int16)
-    after = torch.where(torch.rand(BLOCK) < share, before ^ 1, before).numpy()
-    elsewhere, old = before.numpy().copy(), before.numpy()
+    values = torch.randint(-(2**15), 2**15, (BLOCK,), dtype=torch.int16)
+    after = torch.where(torch.rand(BLOCK) < share, values ^ 1, values).numpy()
+    elsewhere, old = values.numpy().copy(), values.numpy()
 
     def once() -> float:
         started = time.process_time()
@@ -108,15 +108,15 @@ def measured(checkpoint: Path, folder: Path, rate: float, steps: int) -> Row:
         vocab_size = int(read_hf_config(str(checkpoint))["vocab_size"])
         for seed in range(WARM_UP):
             train(learner, vocab_size, seed)
-        before, found = pushed(learner), list[dict[str, float]]()
+        previous, step_figures = pushed(learner), list[dict[str, float]]()
         for seed in range(WARM_UP, WARM_UP + steps):
             train(learner, vocab_size, seed)
-            after = pushed(learner)
-            found.append(compared(before, after))
-            before = after
+            current = pushed(learner)
+            step_figures.append(compared(previous, current))
+            previous = current
     finally:
         close_learner()
-    medians = {name: statistics.median(some[name] for some in found) for name in found[0]}
+    medians = {name: statistics.median(figures[name] for figures in step_figures) for name in step_figures[0]}
     seconds, left_out = packing_s(medians["changed"]), 1 - min(medians["bitmap"], medians["places"])
     speed = max(0.0, 8 * left_out / seconds)
     return {"learning rate": f"{rate:g}", **medians, "packing s/GB": seconds, "pays below Gb/s": speed}

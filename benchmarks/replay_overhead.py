@@ -135,12 +135,12 @@ def own_routes(replayer: MegatronReplayer, model: Any, batch: Batch) -> ReplayRe
     with torch.no_grad():
         recorded = forward(replayer, model, Record(), batch)[1].recorded()
     layout = Layout(*batch["input_ids"].shape)
-    whole = torch.stack([layout.from_router(recorded.experts[layer]) for layer in replayer.layer_ids], 2)
+    routes_BRLK = torch.stack([layout.from_router(recorded.experts[layer]) for layer in replayer.layer_ids], 2)
     tokens = torch.cat([batch["input_ids"], batch["target_ids"][:, -1:]], 1).numpy()
     return ReplayRecords(
         tuple(
             RouteRecord(routes.numpy().astype(np.uint8), replayer.layer_ids, EXPERTS, token_digest(ids))
-            for routes, ids in zip(whole, tokens, strict=True)
+            for routes, ids in zip(routes_BRLK, tokens, strict=True)
         )
     )
 
@@ -154,9 +154,9 @@ def measure(rows: int, length: int, hidden: int, repeats: int, *, recompute: boo
     def step(source: RouteSource) -> tuple[float, float]:
         model.zero_grad()
         cpu, wall = time.process_time(), time.perf_counter()
-        # As in a step: what an earlier pass has made of the same source is not there yet.
-        own = ReplayRecords(source.records) if isinstance(source, ReplayRecords) else source
-        forward(replayer, model, own, batch)[0].mean().backward()  # type: ignore[no-untyped-call]
+        # As in a step: nothing that an earlier pass made of the same source is there yet.
+        fresh_source = ReplayRecords(source.records) if isinstance(source, ReplayRecords) else source
+        forward(replayer, model, fresh_source, batch)[0].mean().backward()  # type: ignore[no-untyped-call]
         clock.time(replayer.report)
         return time.process_time() - cpu, time.perf_counter() - wall
 

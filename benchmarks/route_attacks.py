@@ -1,7 +1,8 @@
 """Wrong routes among right ones, on real learners: which faults of which size stop the step, and which would train.
 
-Each fault hits 1, 8 or all of 32 samples, at 5, 25 or 100% of their tokens. The right routes are those that the model's
-own routers choose with weights rounded to bfloat16, as an engine of that precision would. The bounds are the defaults.
+Each fault hits 1, 8 or all of 32 samples, at 5, 25 or 100% of their tokens. The right routes are the ones that the
+model's own routers choose with weights rounded to bfloat16, as an engine of that precision would. The bounds are the
+defaults.
 
 Clean steps are scored beside them, with other tokens each time: none may stop.
 """
@@ -132,12 +133,12 @@ class Bench:
         return batch, Routes(torch.stack(layers, dim=2).numpy(), self._experts)
 
     def stops(self, batch: TokenBatch, experts: np.ndarray) -> bool:
-        """Whether a step with these routes is refused."""
+        """True when a step with these routes is refused."""
         layers = self.learner.moe_layer_ids
         tokens = torch.cat([batch.input_ids, batch.target_ids[:, -1:]], dim=1).numpy()
         records = [
-            RouteRecord(own.astype(expert_dtype(self._experts)), layers, self._experts, token_digest(ids))
-            for own, ids in zip(experts, tokens, strict=True)
+            RouteRecord(sample_experts.astype(expert_dtype(self._experts)), layers, self._experts, token_digest(ids))
+            for sample_experts, ids in zip(experts, tokens, strict=True)
         ]
         try:
             self.learner.score([batch], [ReplayRecords(tuple(records), at_sampling=(True,) * SAMPLES)])
@@ -179,7 +180,7 @@ def attacks(bench: Bench, name: str, seeds: Sequence[int]) -> list[Row]:
                     rng = np.random.default_rng(seed)
                     batch, routes = bench.step(1000 + seed)
                     who = np.isin(np.arange(SAMPLES), rng.permutation(SAMPLES)[:size])
-                    where = np.stack([places(share, rng) & one for one in who])
+                    where = np.stack([places(share, rng) & is_hit for is_hit in who])
                     caught += bench.stops(batch, fault(routes, who, where, rng))
                 row[f"at {share:.0%}"] = f"{caught} of {len(seeds)}"
             rows.append(row)
@@ -188,7 +189,7 @@ def attacks(bench: Bench, name: str, seeds: Sequence[int]) -> list[Row]:
 
 
 def clean(bench: Bench, name: str, steps: int) -> Row:
-    """How many clean steps are refused."""
+    """Number of clean steps that are refused."""
     stopped = 0
     for number in range(steps):
         batch, routes = bench.step(number)
@@ -220,9 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def in_its_own_process(name: str, path: Path, args: argparse.Namespace) -> list[Row]:
     """The rows of one model. Learners leave process groups behind that a second one of other sizes cannot use."""
-    own = ["--models", name, "--learner", args.learner, "--clean", str(args.clean), "--json", str(path)]
+    model_options = ["--models", name, "--learner", args.learner, "--clean", str(args.clean), "--json", str(path)]
     seeds = ["--seeds", *map(str, args.seeds)]
-    subprocess.run([sys.executable, "-m", "benchmarks.route_attacks", *own, *seeds], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.route_attacks", *model_options, *seeds], check=True)
     rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return rows
 

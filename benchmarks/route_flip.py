@@ -7,7 +7,7 @@ twice: with its own routes and, where it can, with the routes of A, replayed and
 
 Reported are the rate of different expert sets by layer, position and router margin; the log-prob differences with and
 without replay; and 95% bootstrap intervals over prompts. The cause is the difference between the sides: engine, dtype,
-layout, sequences computed together, or (with --versions) the age of the weights. Router margins are always those of the
+layout, sequences computed together, or (with --versions) the age of the weights. Router margins always come from the
 Hugging Face model in float32 with B's weights.
 
 Shape letters: N scored tokens, L MoE layers, K experts per token.
@@ -56,20 +56,20 @@ def measure(
     """
     settings = {"name": "jsonl", "prompts": str(questions)} if questions else {"name": "arithmetic"}
     task = build_task(TaskConfig.model_validate({**settings, "eval_size": 0}), str(a.checkpoint), seed=0)
-    asked, stop = task.train_prompts(1, prompts), task.tokens.stop_token_ids
+    prompt_list, stop = task.train_prompts(1, prompts), task.tokens.stop_token_ids
     with ExitStack() as stack:
         if a.engine in SERVED:
             with started(a) as server:
-                texts, left = SERVED[a.engine](server, a).sample(asked, group_size, max_new_tokens, stop)
+                texts, scores_a = SERVED[a.engine](server, a).sample(prompt_list, group_size, max_new_tokens, stop)
         else:
-            texts = sample(replace(a, engine="hf", dtype="float32"), asked, group_size, max_new_tokens)
-            left = _scorer(a, stack).score(texts)
+            texts = sample(replace(a, engine="hf", dtype="float32"), prompt_list, group_size, max_new_tokens)
+            scores_a = _scorer(a, stack).score(texts)
         scorer = _scorer(b, stack)
         native = scorer.score(texts)
-        replayed = None if b.engine in SERVED else scorer.score(texts, [one.routes for one in left])
+        replayed = None if b.engine in SERVED else scorer.score(texts, [scored.routes for scored in scores_a])
         local_flips = scorer.local_flips
     margins = HFScorer(replace(b, engine="hf", dtype="float32", together=16)).score(texts)
-    return compare(texts, left, native, replayed, margins, local_flips)
+    return compare(texts, scores_a, native, replayed, margins, local_flips)
 
 
 def _scorer(setting: Setting, stack: ExitStack) -> Scorer:
@@ -81,7 +81,8 @@ def _scorer(setting: Setting, stack: ExitStack) -> Scorer:
 def table(compared: Comparison) -> list[Row]:
     """Pooled figures with intervals, then strata."""
     rows: list[Row] = [
-        {"figure": name, "value": one.value, "low": one.low, "high": one.high} for name, one in compared.pooled.items()
+        {"figure": name, "value": interval.value, "low": interval.low, "high": interval.high}
+        for name, interval in compared.pooled.items()
     ]
     rows.append({"figure": "expert_delta", "value": compared.expert_delta})
     if compared.local_flips is not None:
@@ -92,12 +93,12 @@ def table(compared: Comparison) -> list[Row]:
         rows += [
             {
                 kind: name,
-                "flip rate": one.rate.value,
-                "low": one.rate.low,
-                "high": one.rate.high,
-                "token-layers": one.token_layers,
+                "flip rate": stratum.rate.value,
+                "low": stratum.rate.low,
+                "high": stratum.rate.high,
+                "token-layers": stratum.token_layers,
             }
-            for name, one in strata.items()
+            for name, stratum in strata.items()
         ]
     return rows
 

@@ -41,7 +41,7 @@ MODEL = ServedModel("DeepseekV3ForCausalLM", 129_280, 61, tuple(range(3, 61)), 2
 
 
 class Tokens:
-    """The part of a tokenizer that sampling asks for."""
+    """The part of a tokenizer that sampling needs."""
 
     vocab_size, stop_token_ids = MODEL.vocab_size, (1,)
 
@@ -98,8 +98,8 @@ def write_answer(path: Path, length: int) -> None:
     path.write_text(json.dumps({"output_ids": [2] * sampled, "prompt_token_ids": [1], "meta_info": meta}))
 
 
-def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int) -> None:
-    """Serve one step; tell the bytes that this process grew by at most."""
+def run_controller(pipe: Connection, answer: Path, endpoint: str, sequences: int) -> None:
+    """Serve one step; send the bytes that this process grew by at most."""
     config = Config.model_validate(
         {
             "model": {"checkpoint": "unused"},
@@ -115,20 +115,20 @@ def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int
         controller = RolloutController(config, engine, task, SamplingParams())
         await ControllerService(controller, Start(endpoint, KEY, {}, None), "").serve()
 
-    before = forget_peak()
+    start_bytes = forget_peak()
     asyncio.run(serve())
-    told.send(status_bytes("VmHWM") - before)
+    pipe.send(status_bytes("VmHWM") - start_bytes)
 
 
-def run_rank(told: Connection, endpoint: str, rank: int, ranks: int, layers: tuple[int, ...]) -> None:
+def run_rank(pipe: Connection, endpoint: str, rank: int, ranks: int, layers: tuple[int, ...]) -> None:
     """Take this rank's share of the step. Send the bytes of its routes and the peak growth of this process."""
     client = RolloutClient(endpoint, KEY, ranks=(rank, ranks), data=(rank, ranks))
-    before = forget_peak()
+    start_bytes = forget_peak()
     batch = client.next_batch(1, layers)
     rows = [row for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
     share = sum(row.record.routes.experts.nbytes for row in rows if row.record.routes)
-    told.send((share, status_bytes("VmHWM") - before))
-    told.recv()
+    pipe.send((share, status_bytes("VmHWM") - start_bytes))
+    pipe.recv()
     if rank == 0:
         client._ask("stop")
 
@@ -136,32 +136,32 @@ def run_rank(told: Connection, endpoint: str, rank: int, ranks: int, layers: tup
 def measure(sequences: int, length: int, ranks: int) -> list[Row]:
     """A row for the controller, and one for the heaviest rank."""
     spawn = get_context("spawn")
-    one = (length - 1) * len(MODEL.moe_layer_ids) * MODEL.top_k
+    size = (length - 1) * len(MODEL.moe_layer_ids) * MODEL.top_k
     with tempfile.TemporaryDirectory() as folder:
         answer, endpoint = Path(folder) / "answer.json", f"ipc://{folder}/controller"
         write_answer(answer, length)
         arrives = answer.stat().st_size
-        controller_told, controller_tells = spawn.Pipe()
-        controller = spawn.Process(target=run_controller, args=(controller_tells, answer, endpoint, sequences))
+        controller_pipe, controller_end = spawn.Pipe()
+        controller = spawn.Process(target=run_controller, args=(controller_end, answer, endpoint, sequences))
         controller.start()
         pipes = [spawn.Pipe() for _ in range(ranks)]
         processes = [
-            spawn.Process(target=run_rank, args=(tells, endpoint, rank, ranks, MODEL.moe_layer_ids))
-            for rank, (_, tells) in enumerate(pipes)
+            spawn.Process(target=run_rank, args=(remote_end, endpoint, rank, ranks, MODEL.moe_layer_ids))
+            for rank, (_, remote_end) in enumerate(pipes)
         ]
         for process in processes:
             process.start()
-        told = [here.recv() for here, _ in pipes]
-        for here, _ in pipes:
-            here.send(None)
-        controller_peak = controller_told.recv()
+        results = [pipe.recv() for pipe, _ in pipes]
+        for pipe, _ in pipes:
+            pipe.send(None)
+        controller_peak = controller_pipe.recv()
         for process in [*processes, controller]:
             process.join()
-    share, peak = max(told, key=lambda pair: pair[1] - pair[0])
-    sizes = {"sequences": sequences, "tokens": length, "sequence MB": one / MB, "answer MB": arrives / MB}
+    share, peak = max(results, key=lambda pair: pair[1] - pair[0])
+    sizes = {"sequences": sequences, "tokens": length, "sequence MB": size / MB, "answer MB": arrives / MB}
     return [
-        {"process": name, **sizes, "share MB": own / MB, "peak MB": most / MB, "over MB": (most - own) / MB}
-        for name, own, most in (("controller", sequences * one, controller_peak), (f"rank of {ranks}", share, peak))
+        {"process": name, **sizes, "share MB": needed / MB, "peak MB": most / MB, "over MB": (most - needed) / MB}
+        for name, needed, most in (("controller", sequences * size, controller_peak), (f"rank of {ranks}", share, peak))
     ]
 
 

@@ -53,8 +53,10 @@ MODELS = {
 def random_record(rows: int, model: Model, seed: int = 0) -> RouteRecord:
     """Uniform random sets in random order."""
     draw = np.random.default_rng(seed).random((rows, model.layers, model.experts), dtype=np.float32)
-    chosen = np.argpartition(draw, model.top_k, axis=-1)[..., : model.top_k]
-    return RouteRecord(chosen.astype(expert_dtype(model.experts)), tuple(range(model.layers)), model.experts, bytes(16))
+    experts = np.argpartition(draw, model.top_k, axis=-1)[..., : model.top_k]
+    return RouteRecord(
+        experts.astype(expert_dtype(model.experts)), tuple(range(model.layers)), model.experts, bytes(16)
+    )
 
 
 def seconds(call: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -95,16 +97,16 @@ def group_row(name: str, model: Model, prompt: int, answer: int, samples: int = 
         replace(shared, experts=np.concatenate([shared.experts, random_record(answer, model, seed).experts]))
         for seed in range(1, samples + 1)
     ]
-    alone, together = sum(len(encode(r, "set")) for r in records), len(encode_group(records, "set"))
+    separate_bytes, group_bytes = sum(len(encode(r, "set")) for r in records), len(encode_group(records, "set"))
     raw = sum(r.experts.nbytes for r in records)
     return {
         "model": name,
         "samples": samples,
         "prompt": prompt,
         "answer": answer,
-        "alone MB": alone / MB,
-        "group MB": together / MB,
-        "saved": 1 - together / alone,
+        "alone MB": separate_bytes / MB,
+        "group MB": group_bytes / MB,
+        "saved": 1 - group_bytes / separate_bytes,
         "ideal": 1 - (prompt + samples * answer) / (samples * (prompt + answer)),
         "enc MB/s": raw / MB / seconds(lambda: encode_group(records), 3)[0],
     }

@@ -55,6 +55,6 @@ class Cores:
         if not servers or not learner:
             return 1.0
         sides = [max(1.0, cores) for cores in (servers, learner)]
-        both = min(1.0, self.rate(sum(sides)) / sum(map(self.rate, sides)))
+        shared_speed = min(1.0, self.rate(sum(sides)) / sum(map(self.rate, sides)))
         overlap = min(1.0, servers) * min(1.0, learner)
-        return 1 / (1 + overlap * (1 / both - 1))
+        return 1 / (1 + overlap * (1 / shared_speed - 1))

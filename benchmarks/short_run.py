@@ -30,13 +30,13 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def starting_checkpoint(given: Path | None, folder: Path) -> Path:
+def starting_checkpoint(checkpoint: Path | None, folder: Path) -> Path:
     """The checkpoint to measure on: the given one, else the quickstart's if it exists, else a tiny random one.
 
     The last is made in `folder`.
     """
-    if given is not None:
-        return given
+    if checkpoint is not None:
+        return checkpoint
     if (WARM / "config.json").is_file():
         return WARM
     print(f"{WARM} does not exist yet (`make quickstart` makes it): measuring on random weights", flush=True)

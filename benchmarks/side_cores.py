@@ -26,20 +26,20 @@ class SideClock:
         self._last: dict[psutil.Process, tuple[Side, float]] = {}
 
     def look(self) -> None:
-        """Note the CPU seconds of every process of this one's jobs; those of ended ones stay."""
+        """Note the CPU seconds of every process of this one's jobs; the seconds of ended ones stay."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                if (known := self._last.get(process)) is None:
-                    found = side_of(role(process.cmdline()))
-                    if found is None:
+                if (previous := self._last.get(process)) is None:
+                    process_side = side_of(role(process.cmdline()))
+                    if process_side is None:
                         continue
                 else:
-                    found = known[0]
+                    process_side = previous[0]
                 spent = process.cpu_times()
-                self._last[process] = found, spent.user + spent.system
+                self._last[process] = process_side, spent.user + spent.system
         self._times.append(time.time())
         for side, totals in self._totals.items():
-            totals.append(sum(seconds for found, seconds in self._last.values() if found == side))
+            totals.append(sum(seconds for process_side, seconds in self._last.values() if process_side == side))
 
     def between(self, side: Side, begin: float, end: float) -> float:
         """CPU seconds of a side between two moments (Unix time), by straight lines between looks."""

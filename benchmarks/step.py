@@ -1,4 +1,4 @@
-"""Seconds of a training step beside those of a peer on the same machine.
+"""Seconds of a training step beside a peer's on the same machine.
 
 `python -m benchmarks.step --checkpoint DIR --against trl [--python P] [--rounds N] [--steps N] [--json FILE]` trains
 short runs of ours and of TRL in turn (`benchmarks.peers.against_trl`). `--python` names an interpreter that has `trl`
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=16, help="of each run (default: 16)")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        found, runs = against_trl(args.checkpoint, Path(folder), args.python, args.rounds, args.steps)
-    report("Seconds of a step, ours and TRL's, from runs in turn", found, args.json, {"runs": runs})
+        rows, runs = against_trl(args.checkpoint, Path(folder), args.python, args.rounds, args.steps)
+    report("Seconds of a step, ours and TRL's, from runs in turn", rows, args.json, {"runs": runs})
     return 0
 
 

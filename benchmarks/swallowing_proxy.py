@@ -23,7 +23,7 @@ def swallowing(url: str, key: str, checkpoint: Path, folder: Path, kept: str, se
     """The address of a proxy for `url` whose pushes load a folder in which `kept` is of other weights.
 
     Args:
-        kept: `one element`, `one expert` or `everything` keeps other weights than those that were sent.
+        kept: `one element`, `one expert` or `everything` keeps other weights than were sent.
     """
 
     def spoilt(directory: str) -> str:
@@ -43,8 +43,8 @@ def swallowing(url: str, key: str, checkpoint: Path, folder: Path, kept: str, se
     async def forward(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         if request.path == "/update_weights_from_disk":
-            asked = json.loads(body)
-            body = json.dumps({**asked, "model_path": await asyncio.to_thread(spoilt, asked["model_path"])}).encode()
+            push = json.loads(body)
+            body = json.dumps({**push, "model_path": await asyncio.to_thread(spoilt, push["model_path"])}).encode()
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         async with (
             aiohttp.ClientSession() as session,

@@ -76,9 +76,9 @@ def differences(name: str, case: Case, theirs: Theirs) -> int:
     correction = ours(name, case)
     old = case.current if corrections.presets[name].bypass else case.proximal
     weights, keep = theirs(name, old, case.rollout, case.mask)
-    other = (correction.keep != keep) & case.mask
-    apart = (correction.weights - weights).abs() > 1e-9 * (1 + weights.abs())
-    return int((other | (apart & keep & correction.keep)).sum())
+    keep_differs = (correction.keep != keep) & case.mask
+    weight_differs = (correction.weights - weights).abs() > 1e-9 * (1 + weights.abs())
+    return int((keep_differs | (weight_differs & keep & correction.keep)).sum())
 
 
 def load_presets(folder: Path) -> Theirs:
@@ -118,11 +118,11 @@ def compared(theirs: Theirs, cases: int) -> list[Row]:
     for name in corrections.presets:
         row: Row = {"preset": name}
         for pipeline in ("sync", "async"):
-            found = [make_case(seed, stale=pipeline == "async") for seed in range(cases)]
+            random_cases = [make_case(seed, stale=pipeline == "async") for seed in range(cases)]
             row |= {
-                f"{pipeline} tokens": sum(int(case.mask.sum()) for case in found),
-                f"{pipeline} kept": sum(int(ours(name, case).keep.sum()) for case in found),
-                f"{pipeline} different": sum(differences(name, case, theirs) for case in found),
+                f"{pipeline} tokens": sum(int(case.mask.sum()) for case in random_cases),
+                f"{pipeline} kept": sum(int(ours(name, case).keep.sum()) for case in random_cases),
+                f"{pipeline} different": sum(differences(name, case, theirs) for case in random_cases),
             }
         rows.append(row)
     return rows

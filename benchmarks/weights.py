@@ -3,14 +3,14 @@
 `python -m benchmarks.weights [--gib 2] [--folder DIR] [--rounds 5] [--json FILE]` makes float32 tensors of a mixture of
 experts, exports them as a rank does (`export`: rounded to bfloat16, digested, written in buckets) and reads them back
 as the controller does (`proof`: digests of the files, checksums that the engine must report). The rows `export, one
-after the other` and `proof, one after the other` make the same steps without threads and buckets. GB are those of the
-bfloat16 files; all rows are medians of rounds in turn. Beside the seconds are the CPU seconds of all threads: what
-there is to share out, also where neighbours keep the cores busy.
+after the other` and `proof, one after the other` make the same steps without threads and buckets. GB are counted in the
+bfloat16 files; all rows are medians of rounds in turn. Beside the seconds are the CPU seconds of all threads: the work
+to be shared out, also where neighbours keep the cores busy.
 
 The first rows are limits: the bytes copied in memory, written to the folder and read from it, the cast to bfloat16, the
 digest of a tensor (XXH3-128), and the engine's hash on a CPU (SHA-256) and on CUDA, which is computed here on the CPU,
 too. An export has to cast, digest and write; a proof to read, digest and hash. The last rows have both over the sum of
-these limits on one core: what threads gain is below 1.
+these limits on one core: below 1 where threads gain.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def experts(size: int) -> Iterator[tuple[str, Tensor]]:
     """float32 matrices of experts, of `size` bytes in bfloat16, layer by layer."""
-    left, number = size, 0
-    while left > 0:
+    remaining, number = size, 0
+    while remaining > 0:
         layer, place = divmod(number, EXPERTS * 3)
         expert, part = divmod(place, 3)
         shape = (HIDDEN, WIDTH) if part == 2 else (WIDTH, HIDDEN)
         name = ("gate", "up", "down")[part]
         yield f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight", torch.randn(shape)
-        left, number = left - 2 * HIDDEN * WIDTH, number + 1
+        remaining, number = remaining - 2 * HIDDEN * WIDTH, number + 1
 
 
 def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterator[Row]:

@@ -40,7 +40,7 @@ class Comparison:
         strata: `layer`, `position` (from the start of the sequence) and `router margin`: class -> its flips.
         local_flips: share of replayed token-layers whose live router would have chosen another set; None without
             replay.
-        gate_weight_shift: mean of |w_A - w_B| over the experts that both chose; None where an engine does not tell its
+        gate_weight_shift: mean of |w_A - w_B| over the experts that both chose; None where an engine reports no
             weights.
     """
 
@@ -67,28 +67,29 @@ def compare(
     """
     keep = [text.rows for text in texts]
     routes_a, routes_b = (
-        np.concatenate([one.routes.experts[rows] for one, rows in zip(side, keep, strict=True)]) for side in (a, native)
+        np.concatenate([scored.routes.experts[rows] for scored, rows in zip(side, keep, strict=True)])
+        for side in (a, native)
     )
-    own = _difference(native, a, keep)
-    forced = own if replayed is None else _difference(replayed, a, keep)
-    if not (np.isfinite(own).all() and np.isfinite(forced).all()):
+    native_N = _difference(native, a, keep)
+    replayed_N = native_N if replayed is None else _difference(replayed, a, keep)
+    if not (np.isfinite(native_N).all() and np.isfinite(replayed_N).all()):
         raise MoeTrmError(
-            "an engine gave log-probs that are not finite", got=f"{(~np.isfinite(own)).sum()} of {len(own)}"
+            "an engine gave log-probs that are not finite", got=f"{(~np.isfinite(native_N)).sum()} of {len(native_N)}"
         )
     group = np.concatenate([np.full(rows.sum(), text.prompt) for text, rows in zip(texts, keep, strict=True)])
-    whole = flips(routes_a, routes_b, num_experts=a[0].routes.num_experts)
+    route_flips = flips(routes_a, routes_b, num_experts=a[0].routes.num_experts)
     flipped_NL = ~(routes_a[..., :, None] == routes_b[..., None, :]).any(-1).all(-1)
-    figures = dict(pooled(PooledTokens(group, own, forced, flipped_NL.sum(1)), num_layers=flipped_NL.shape[1]))
+    figures = dict(pooled(PooledTokens(group, native_N, replayed_N, flipped_NL.sum(1)), num_layers=flipped_NL.shape[1]))
     if replayed is None:
-        figures = {name: one for name, one in figures.items() if "replayed" not in name and "reduction" not in name}
-    figures |= _more(routes_a, routes_b, own, forced, group, with_replay=replayed is not None)
+        figures = {name: value for name, value in figures.items() if "replayed" not in name and "reduction" not in name}
+    figures |= _more(routes_a, routes_b, native_N, replayed_N, group, with_replay=replayed is not None)
     position = np.concatenate([np.flatnonzero(rows) for rows in keep])
-    margin_NL = np.concatenate([_margins(one)[rows] for one, rows in zip(margins, keep, strict=True)])
+    margin_NL = np.concatenate([_margins(scored)[rows] for scored, rows in zip(margins, keep, strict=True)])
     layer_NL = np.broadcast_to(np.arange(flipped_NL.shape[1]), flipped_NL.shape)
     return Comparison(
-        num_tokens=len(own),
+        num_tokens=len(native_N),
         pooled=figures,
-        expert_delta=whole.expert_delta,
+        expert_delta=route_flips.expert_delta,
         strata={
             "layer": _strata(flipped_NL, layer_NL, [str(layer) for layer in a[0].routes.layer_ids], group),
             "position": _strata(flipped_NL, np.digitize(position, POSITIONS), _classes(POSITIONS), group),
@@ -101,15 +102,15 @@ def compare(
 
 def _difference(side: Sequence[Scored], a: Sequence[Scored], keep: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(
-        [(one.logprobs - other.logprobs)[rows] for one, other, rows in zip(side, a, keep, strict=True)]
+        [(scored.logprobs - baseline.logprobs)[rows] for scored, baseline, rows in zip(side, a, keep, strict=True)]
     )
 
 
 def _more(
     routes_a: np.ndarray,
     routes_b: np.ndarray,
-    own: np.ndarray,
-    forced: np.ndarray,
+    native_N: np.ndarray,
+    replayed_N: np.ndarray,
     group: np.ndarray,
     *,
     with_replay: bool,
@@ -117,11 +118,11 @@ def _more(
     """Overlap loss and mean absolute differences, with intervals."""
     shared = (routes_a[..., :, None] == routes_b[..., None, :]).any(-1).mean((1, 2))
     columns = {
-        "one": np.ones(len(own)),
+        "one": np.ones(len(native_N)),
         "loss": 1 - shared,
-        "own": np.abs(own),
-        "forced": np.abs(forced),
-        "moved": np.abs(own - forced),
+        "own": np.abs(native_N),
+        "forced": np.abs(replayed_N),
+        "moved": np.abs(native_N - replayed_N),
     }
     figures = {"overlap_loss": ("loss", "one", 1.0), "native_abs_mean": ("own", "one", 1.0)}
     if with_replay:
@@ -150,18 +151,18 @@ def _classes(edges: Sequence[float]) -> list[str]:
 
 
 def _margins(scored: Scored) -> np.ndarray:
-    assert scored.margins is not None, "Hugging Face tells its margins"
+    assert scored.margins is not None, "Hugging Face reports its margins"
     return scored.margins
 
 
 def _weight_shift(a: Sequence[Scored], b: Sequence[Scored], keep: Sequence[np.ndarray]) -> float | None:
     shifts = []
-    for one, two, rows in zip(a, b, keep, strict=True):
-        if one.weights is None or two.weights is None:
+    for scored_a, scored_b, rows in zip(a, b, keep, strict=True):
+        if scored_a.weights is None or scored_b.weights is None:
             return None
         parts = [
-            torch.from_numpy(part[rows].reshape(-1, one.routes.top_k).astype(np.float64))
-            for part in (one.routes.experts, one.weights, two.routes.experts, two.weights)
+            torch.from_numpy(part[rows].reshape(-1, scored_a.routes.top_k).astype(np.float64))
+            for part in (scored_a.routes.experts, scored_a.weights, scored_b.routes.experts, scored_b.weights)
         ]
         shifts.append(gate_weight_shift(*parts).numpy())
     return float(np.nanmean(np.concatenate(shifts)))

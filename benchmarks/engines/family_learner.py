@@ -40,40 +40,42 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     except (MoeTrmError, ReplayRefusedError) as refused:
         reason = f"refused: {getattr(refused, 'got', None) or refused}"
         return dict.fromkeys(("convert", "replay R2", "replay R3", "mask", "sync"), reason)
-    found: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
+    checks: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
     if config.train.export_form == "published":
-        found["published form"] = _same_files(learner, config, scratch / "published")
-    found["sync"] = found["convert"]
+        checks["published form"] = _same_files(learner, config, scratch / "published")
+    checks["sync"] = checks["convert"]
     if not any(bundle.glob("step-*")):
         unknown = "no samples: the engine does not serve it"
-        return {**found, **dict.fromkeys(("replay R2", "replay R3", "mask"), unknown)}
+        return {**checks, **dict.fromkeys(("replay R2", "replay R3", "mask"), unknown)}
     records = BundleReader(str(bundle)).read(1)
     rows = [TrainRow(record) for record in records]
     micro = plan_step(rows, seed=0, step=0, minibatches=1, data_size=1, micro_batch_rows=8)[0][0].micro_batches
-    kept, whole = ([collate(part, keep_mask=keep) for part in micro] for keep in (True, False))
-    native = learner.score(whole, [Record()] * len(whole))
-    again = learner.score(whole, [ReplayRecorded(one.recorded) for one in native if one.recorded is not None])
+    masked, full = ([collate(part, keep_mask=keep) for part in micro] for keep in (True, False))
+    native = learner.score(full, [Record()] * len(full))
+    again = learner.score(full, [ReplayRecorded(scores.recorded) for scores in native if scores.recorded is not None])
     same = all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(native, again, strict=True))
-    found["replay R2"] = "yes" if same else "scores differ from the recording pass"
-    found["native"] = _worst(whole, native, "full_logprobs")
-    found["replay R3"] = _replayed(learner, whole, found)
-    found["masked"] = _worst(kept, learner.score(kept, [part.rollout_routes for part in kept]), "rollout_logprobs")
+    checks["replay R2"] = "yes" if same else "scores differ from the recording pass"
+    checks["native"] = _worst(full, native, "full_logprobs")
+    checks["replay R3"] = _replayed(learner, full, checks)
+    checks["masked"] = _worst(
+        masked, learner.score(masked, [part.rollout_routes for part in masked]), "rollout_logprobs"
+    )
     learner.replay_report()  # raises where a record was not used
-    found["mask"] = "yes" if found["masked"] < CLOSE else f"log-probs differ by {found['masked']:.1e}"
-    return found
+    checks["mask"] = "yes" if checks["masked"] < CLOSE else f"log-probs differ by {checks['masked']:.1e}"
+    return checks
 
 
-def _replayed(learner: Learner, batches: list[TokenBatch], found: dict[str, Any]) -> str:
+def _replayed(learner: Learner, batches: list[TokenBatch], checks: dict[str, Any]) -> str:
     learner.replay_report()
     try:
         scores = learner.score(batches, [batch.rollout_routes for batch in batches])
         report = learner.replay_report()
     except ReplayProofError as error:
         return f"not proved: {error}"
-    found["replayed"], found["flips"] = _worst(batches, scores, "full_logprobs"), report.local_flip_rate
+    checks["replayed"], checks["flips"] = _worst(batches, scores, "full_logprobs"), report.local_flip_rate
     if report.applied_fraction != 1.0:
         return f"applied to {report.applied_fraction:.3f} of the token-layers"
-    return "yes" if found["replayed"] < CLOSE else f"log-probs differ by {found['replayed']:.1e}"
+    return "yes" if checks["replayed"] < CLOSE else f"log-probs differ by {checks['replayed']:.1e}"
 
 
 def _worst(batches: list[TokenBatch], scores: list[Scores], of: str) -> float:
@@ -85,21 +87,21 @@ def _worst(batches: list[TokenBatch], scores: list[Scores], of: str) -> float:
 
 def _same_tensors(learner: Learner, config: Config, scratch: Path) -> str:
     learner.export_shard(str(scratch), Rounding("float32"))
-    mine, source = _stored(scratch), HfCheckpoint(config.model.checkpoint)
-    given = {name: source.read(name).float() for name in source.names}
-    if mine.keys() != given.keys():
-        return f"other tensors: {sorted(mine.keys() ^ given.keys())[:3]}"
-    changed = [name for name, value in given.items() if not torch.equal(mine[name], value)]
+    exported, source = _stored(scratch), HfCheckpoint(config.model.checkpoint)
+    source_tensors = {name: source.read(name).float() for name in source.names}
+    if exported.keys() != source_tensors.keys():
+        return f"other tensors: {sorted(exported.keys() ^ source_tensors.keys())[:3]}"
+    changed = [name for name, value in source_tensors.items() if not torch.equal(exported[name], value)]
     return f"changed: {changed[:3]}" if changed else "yes"
 
 
 def _same_files(learner: Learner, config: Config, scratch: Path) -> str:
     """A checkpoint in the published form of weights that nothing changed has the bits of the start, MTP layers too."""
     learner.export_checkpoint(str(scratch))
-    mine, given = _stored(scratch), _stored(Path(config.model.checkpoint))
-    if mine.keys() != given.keys():
-        return f"other tensors: {sorted(mine.keys() ^ given.keys())[:3]}"
-    changed = [name for name, value in given.items() if not torch.equal(_bytes(mine[name]), _bytes(value))]
+    exported, source_tensors = _stored(scratch), _stored(Path(config.model.checkpoint))
+    if exported.keys() != source_tensors.keys():
+        return f"other tensors: {sorted(exported.keys() ^ source_tensors.keys())[:3]}"
+    changed = [name for name, value in source_tensors.items() if not torch.equal(_bytes(exported[name]), _bytes(value))]
     return f"changed: {changed[:3]}" if changed else "yes"
 
 
@@ -113,8 +115,8 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
 
 def main(config_path: str, bundle: Path, out: Path) -> None:
     """Examine and write."""
-    found = examine(load(config_path), bundle, out.parent / f"{out.stem}-export")
-    out.write_text(json.dumps(found), encoding="utf-8")
+    checks = examine(load(config_path), bundle, out.parent / f"{out.stem}-export")
+    out.write_text(json.dumps(checks), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ class HFScorer:
         results: list[Scored] = []
         for start in range(0, len(texts), self._together):
             part = texts[start : start + self._together]
-            chosen = None if routes is None else tuple(routes[start : start + self._together])
-            results += self._score(part, Record() if chosen is None else ReplayRecords(chosen))
+            part_routes = None if routes is None else tuple(routes[start : start + self._together])
+            results += self._score(part, Record() if part_routes is None else ReplayRecords(part_routes))
         self.local_flips = self._replayer.report().local_flip_rate if routes is not None else None
         return results
 
@@ -53,9 +53,11 @@ class HFScorer:
         with gate_outputs(self.model) as seen, self._replayer.use(source, inputs_BR, targets_BR, valid_BR):
             logits = self.model(input_ids=inputs_BR, use_cache=False).logits
         logprobs_BR = logits.float().log_softmax(-1).gather(-1, targets_BR[..., None])[..., 0]
-        return [self._one(row, text, logprobs_BR, seen) for row, text in enumerate(texts)]
+        return [self._scored(row, text, logprobs_BR, seen) for row, text in enumerate(texts)]
 
-    def _one(self, row: int, text: Text, logprobs_BR: Tensor, seen: dict[int, tuple[Tensor, Tensor, Tensor]]) -> Scored:
+    def _scored(
+        self, row: int, text: Text, logprobs_BR: Tensor, seen: dict[int, tuple[Tensor, Tensor, Tensor]]
+    ) -> Scored:
         rows, (batch, length) = len(text.tokens) - 1, logprobs_BR.shape
 
         def stacked(of: int) -> Tensor:
@@ -95,11 +97,11 @@ def sample(setting: Setting, prompts: Sequence[Prompt], group_size: int, max_new
     torch.manual_seed(0)
     end = model.config.eos_token_id
     for number, prompt in enumerate(prompts):
-        given = torch.tensor([prompt.token_ids])
+        prompt_ids = torch.tensor([prompt.token_ids])
         with torch.no_grad():
             answers = model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

@@ -113,12 +113,14 @@ def main(config_path: str, folder: Path, overrides: Sequence[str]) -> None:
                 arrays[f"{number}/routes"] = item.record.routes.experts.astype(np.int64)
                 continue
             assert score.recorded is not None
-            whole = torch.full((rows, len(learner.model_moe_layer_ids), 1), -1)
+            routes_RLK = torch.full((rows, len(learner.model_moe_layer_ids), 1), -1)
             for layer in score.recorded.experts:
                 ids_RK = score.recorded.by_row(layer, *batch.mask.shape)[row, :rows]
-                whole = whole.expand(-1, -1, ids_RK.shape[-1]).clone() if whole.shape[-1] == 1 else whole
-                whole[:, learner.model_moe_layer_ids.index(layer)] = ids_RK
-            arrays[f"{number}/routes"] = whole.numpy()
+                routes_RLK = (
+                    routes_RLK.expand(-1, -1, ids_RK.shape[-1]).clone() if routes_RLK.shape[-1] == 1 else routes_RLK
+                )
+                routes_RLK[:, learner.model_moe_layer_ids.index(layer)] = ids_RK
+            arrays[f"{number}/routes"] = routes_RLK.numpy()
     save_file(arrays, folder / f"rank-{torch.distributed.get_rank()}.safetensors")
     torch.distributed.destroy_process_group()
 

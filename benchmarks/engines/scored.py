@@ -36,7 +36,7 @@ class Scored:
     """One engine on one sequence.
 
     Attributes:
-        logprobs: `[T - 1]` float32 over the vocabulary at temperature 1; NaN on prompt rows of engines that do not say.
+        logprobs: `[T - 1]` float32 over the vocabulary at temperature 1; NaN on prompt rows that the engine leaves out.
         routes: of the `T - 1` forwarded tokens.
         margins: `[T - 1, L]` float32 gap of router probability between the last chosen and the first rejected expert,
             or None.

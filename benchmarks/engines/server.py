@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Told:
-    """What an answer says: the ids that came out, log-probs, and the payload of the routes of all tokens."""
+class EngineAnswer:
+    """An answer of the engine: the ids that came out, log-probs, and the payload of the routes of all tokens."""
 
     output_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -73,37 +73,37 @@ class ServerScorer(ABC):
     ) -> tuple[list[Text], list[Scored]]:
         """Answers at temperature 1 over the whole vocabulary, with the log-probs and routes of decoding itself."""
 
-        async def one(http: EngineHttp, number: int, prompt: Prompt) -> tuple[Text, Scored]:
-            told = await self._decoded(http, prompt.token_ids, max_new_tokens, stop)
-            tokens = np.array([*prompt.token_ids, *told.output_ids], np.int32)
+        async def decoded_text(http: EngineHttp, number: int, prompt: Prompt) -> tuple[Text, Scored]:
+            answer = await self._decoded(http, prompt.token_ids, max_new_tokens, stop)
+            tokens = np.array([*prompt.token_ids, *answer.output_ids], np.int32)
             text = Text(tokens, np.arange(len(tokens)) >= len(prompt.token_ids), number)
             logprobs = np.full(len(tokens) - 1, np.nan, np.float32)
-            logprobs[text.rows] = told.logprobs
-            return text, Scored(logprobs, self._routes(told, tokens, tokens))
+            logprobs[text.rows] = answer.logprobs
+            return text, Scored(logprobs, self._routes(answer, tokens, tokens))
 
         work = [(number, prompt) for number, prompt in enumerate(prompts) for _ in range(group_size)]
-        done = self._run(lambda http, item: one(http, *item), work)
+        done = self._run(lambda http, item: decoded_text(http, *item), work)
         return [text for text, _ in done], [scored for _, scored in done]
 
     def score(self, texts: Sequence[Text], routes: Sequence[RouteRecord] | None = None) -> list[Scored]:
         """See `Scorer.score`; by prefill, without any prefix cache."""
         assert routes is None, "servers compute with their own routes"
 
-        async def one(http: EngineHttp, text: Text) -> Scored:
-            told = await self._prefilled(http, text.tokens.tolist())
-            whole = np.append(text.tokens, told.output_ids).astype(np.int32)
-            return Scored(np.array(told.logprobs, np.float32), self._routes(told, whole, text.tokens))
+        async def scores_of(http: EngineHttp, text: Text) -> Scored:
+            answer = await self._prefilled(http, text.tokens.tolist())
+            all_tokens = np.append(text.tokens, answer.output_ids).astype(np.int32)
+            return Scored(np.array(answer.logprobs, np.float32), self._routes(answer, all_tokens, text.tokens))
 
-        return self._run(one, list(texts))
+        return self._run(scores_of, list(texts))
 
     @abstractmethod
     async def _decoded(
         self, http: EngineHttp, token_ids: Sequence[int], max_new_tokens: int, stop: Sequence[int]
-    ) -> Told:
+    ) -> EngineAnswer:
         """An answer, with the log-probs of its tokens."""
 
     @abstractmethod
-    async def _prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Told:
+    async def _prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> EngineAnswer:
         """One token more, with the log-probs of the given ones after the first."""
 
     @abstractmethod
@@ -113,12 +113,12 @@ class ServerScorer(ABC):
     async def _begin(self, http: EngineHttp) -> None:  # noqa: B027 (not every server needs it)
         """Before the first request."""
 
-    def _routes(self, told: Told, whole: np.ndarray, tokens: np.ndarray) -> RouteRecord:
-        """Routes of the first rows, those of `tokens`, out of the payload for `whole`."""
+    def _routes(self, answer: EngineAnswer, all_tokens: np.ndarray, tokens: np.ndarray) -> RouteRecord:
+        """Routes of `tokens`, which come first in the payload for `all_tokens`."""
         model = self._model
         record = self._decode(
-            told.payload,
-            tokens=whole,
+            answer.payload,
+            tokens=all_tokens,
             num_layers=model.num_layers,
             layer_ids=model.moe_layer_ids,
             num_experts=model.num_experts,
@@ -127,14 +127,14 @@ class ServerScorer(ABC):
         rows = len(tokens) - 1
         return replace(record, experts=record.experts[:rows], token_digest=token_digest(tokens))
 
-    def _run(self, one: Callable[[EngineHttp, Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
+    def _run(self, request: Callable[[EngineHttp, Any], Awaitable[T]], items: Sequence[Any]) -> list[T]:
         async def everything() -> list[T]:
             slots = asyncio.Semaphore(self._together)
             http = EngineHttp(self._server.url, self._server.api_key, timeout_s=120, max_attempts=1)
 
             async def bounded(item: Any) -> T:
                 async with slots:
-                    return await one(http, item)
+                    return await request(http, item)
 
             async with http:
                 await self._begin(http)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.engines.server import ServerScorer, Told
+from benchmarks.engines.server import EngineAnswer, ServerScorer
 from moe_trm.rollout.servers.http import EngineHttp
 from routing import RouteRecord
 from routing.sglang import decode_payload
@@ -16,19 +16,19 @@ class SglangScorer(ServerScorer):
 
     async def _decoded(
         self, http: EngineHttp, token_ids: Sequence[int], max_new_tokens: int, stop: Sequence[int]
-    ) -> Told:
+    ) -> EngineAnswer:
         params = {"temperature": 1.0, "max_new_tokens": max_new_tokens, "stop_token_ids": list(stop)}
         answer = await self._ask(http, token_ids, params)
         meta = answer["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return Told(answer["output_ids"], logprobs, meta["routed_experts"])
+        return EngineAnswer(answer["output_ids"], logprobs, meta["routed_experts"])
 
-    async def _prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Told:
+    async def _prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> EngineAnswer:
         params = {"temperature": 1.0, "max_new_tokens": 1}
         answer = await self._ask(http, token_ids, params, logprob_start_len=0)
         meta = answer["meta_info"]
         logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
-        return Told(answer["output_ids"], logprobs, meta["routed_experts"])
+        return EngineAnswer(answer["output_ids"], logprobs, meta["routed_experts"])
 
     def _decode(self, payload: Any, **shape: Any) -> RouteRecord:
         return decode_payload(payload, **shape)

@@ -56,7 +56,7 @@ class Addends:
     def solution(self) -> str:
         """Running totals and the answer."""
         steps = zip(self.numbers[1:], pairwise(accumulate(self.numbers)), strict=True)
-        return ",".join(f"{before}+{number}={after}" for number, (before, after) in steps) + f"#{self.answer}"
+        return ",".join(f"{total}+{number}={next_total}" for number, (total, next_total) in steps) + f"#{self.answer}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,12 +86,12 @@ def write(out: Path) -> None:
     rng, seen = random.Random("addends"), set[Addends]()
 
     def fresh(octave: str, count: int) -> list[Addends]:
-        found: list[Addends] = []
-        while len(found) < count:
+        fresh_problems: list[Addends] = []
+        while len(fresh_problems) < count:
             if (problem := draw(rng, octave)) not in seen:
                 seen.add(problem)
-                found.append(problem)
-        return found
+                fresh_problems.append(problem)
+        return fresh_problems
 
     held_out = {octave: fresh(octave, HELD_OUT) for octave in OCTAVES}
     for octave, problems in held_out.items():
@@ -126,8 +126,8 @@ def make(out: Path, *, max_steps: int = MAX_STEPS) -> None:
             print(f"step {step}: loss {float(loss.detach()):.3f}, solved {solved}", flush=True)
             if min(solved.values()) >= ENOUGH:
                 save(causal, TOKENIZER, out)
-                told = {"steps": step, "solved": solved}
-                (out / "warmup.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+                summary = {"steps": step, "solved": solved}
+                (out / "warmup.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
                 return
     raise MoeTrmError(
         "the start does not solve half of each octave",

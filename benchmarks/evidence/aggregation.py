@@ -6,7 +6,7 @@
     P(g) = <grad J, E g>^2 / (tr Var(g) + |Bias(g)|^2),
 
 but something between the two. Lengths are 64 to 1,024 tokens. The policies are apart by a fixed KL of the token, in a
-random direction or along the sampler's gradient. `P` is that of a batch of answers, and given as its share of `P` on
+random direction or along the sampler's gradient. `P` is taken of a batch of answers, and given as a share of `P` on
 policy. The gradient, the bias of nothing and the moments of sequence ratios are exact. Other estimators are averages
 over 4,096 answers.
 """
@@ -61,9 +61,9 @@ def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
     for way, (task, recovery), token_kl, length in itertools.product(WAYS, RECOVERY.items(), TOKEN_KL, lengths):
         shares = [shares_of(seed, length, recovery, token_kl, way) for seed in range(seeds)]
         for batch, name in itertools.product(BATCHES, FAMILIES):
-            values = [found[batch, name] for found in shares]
+            values = [task_shares[batch, name] for task_shares in shares]
             low, high = paired(values).interval or (float("nan"), float("nan"))
-            gains = [value - found[batch, "token"] for value, found in zip(values, shares, strict=True)]
+            gains = [value - task_shares[batch, "token"] for value, task_shares in zip(values, shares, strict=True)]
             gain_low, gain_high = paired(gains).interval or (float("nan"), float("nan"))
             yield {
                 "direction": way,
@@ -90,15 +90,15 @@ def shares_of(seed: int, length: int, recovery: float, token_kl: float, way: str
     pi_SV = at_distance(chain, logits_SV, direction_SV, token_kl)
     gradient_SV, on_policy = chain.gradient(pi_SV), exact(chain, pi_SV, pi_SV, 1.0)
     answers = Answers.sample(chain, mu_SV, pi_SV, NUM_ANSWERS, rng)
-    found = {}
+    proxy_shares = {}
     for name, weights in FAMILIES.items():
         if name in ("sequence", "geometric mean"):
-            of = exact(chain, mu_SV, pi_SV, 1.0 if name == "sequence" else 1 / length)
+            estimate = exact(chain, mu_SV, pi_SV, 1.0 if name == "sequence" else 1 / length)
         else:
-            of = moments(chain, mu_SV, pi_SV, answers, weights(answers.log_ratios))
+            estimate = moments(chain, mu_SV, pi_SV, answers, weights(answers.log_ratios))
         for batch in BATCHES:
-            found[batch, name] = of.progress(gradient_SV, batch) / on_policy.progress(gradient_SV, batch)
-    return found
+            proxy_shares[batch, name] = estimate.progress(gradient_SV, batch) / on_policy.progress(gradient_SV, batch)
+    return proxy_shares
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -121,15 +121,15 @@ def draw(rows: Sequence[Row], lengths: Sequence[int]) -> str:
     """SVG: the share by length, one panel per task and distance, at the smaller batch."""
     parts: list[str] = []
     for (down, task), (right, token_kl) in itertools.product(enumerate(RECOVERY), enumerate(TOKEN_KL)):
-        left, top = 60 + 500 * right, 50 + 300 * down
-        panel = Panel(left, left + 300, len(lengths) + 0.5, 0, 1.3, top=top, bottom=top + 190)
+        x0, y0 = 60 + 500 * right, 50 + 300 * down
+        panel = Panel(x0, x0 + 300, len(lengths) + 0.5, 0, 1.3, top=y0, bottom=y0 + 190)
         parts += panel.frame(f"{task}, KL {token_kl:g} a token", [(share / 4, f"{25 * share}%") for share in range(5)])
         parts += [panel.below(panel.x(place), str(length)) for place, length in enumerate(lengths, start=1)]
         parts.append(panel.below((panel.left + panel.right) / 2, "tokens of an answer", line=1))
         shown = (WAYS[0], task, token_kl, BATCHES[0])
-        here = [row for row in rows if (row["direction"], row["task"], row["token_kl"], row["batch"]) == shown]
+        points = [row for row in rows if (row["direction"], row["task"], row["token_kl"], row["batch"]) == shown]
         parts += lines(
-            panel, {name: [float(row["share"]) for row in here if row["estimator"] == name] for name in SHOWN}
+            panel, {name: [float(row["share"]) for row in points if row["estimator"] == name] for name in SHOWN}
         )
     return document(parts, 60 + 500 * len(TOKEN_KL), 50 + 300 * len(RECOVERY))
 

@@ -3,8 +3,8 @@
 `python -m benchmarks.evidence.alarm [--json FILE]` reads the courses of 112 runs and the steps of 46 of them. It starts
 nothing.
 
-- The alarm is a mean tail of ten steps above 5%. Runs at risk have the large noise on their routers and no replay:
-  all others are far below it, so counting them says little. Intervals of shares are Clopper and Pearson's.
+- The alarm is a mean tail of ten steps above 5%. Runs at risk have the large noise on their routers and no replay: all
+  others are far below it, so counting them means little. Intervals of shares are Clopper and Pearson's.
 - The AUROC of the tail among runs at risk, of all of them, and within each draw of the noise (a seed).
 - The second conjecture: four figures (chi2 of tokens, effective sample size of rows, clipped share, length) predict a
   turn within 200 updates, which are 50 steps here, with an AUROC of 0.90 or more, and signals of the stack (engine k3
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.evidence.collapse import area, logistic
 from benchmarks.evidence.early_warning import STEPS, Moments, Steps, gathered
-from benchmarks.evidence.router_noise import told
+from benchmarks.evidence.router_noise import course_row
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 
@@ -42,7 +42,7 @@ AHEAD = 50
 def main(argv: Sequence[str] | None = None) -> int:
     args = command_line(__file__, __doc__).parse_args(argv)
     runs = gathered(STEPS, [])
-    courses = [told(run.name, run.course) for run in runs]
+    courses = [course_row(run.name, run.course) for run in runs]
     for path in COURSES:
         courses += json.loads(path.read_text(encoding="utf-8"))["rows"]
     report("The alarm, then the AUROC of the tail, then the second conjecture", list(judged(runs, courses)), args.json)
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def judged(runs: Sequence[Steps], courses: Sequence[Row]) -> Iterator[Row]:
     """All rows."""
-    for group, chosen in (("all", courses), ("at risk", [row for row in courses if at_risk(str(row["run"]))])):
-        yield alarms(group, chosen)
+    for group, group_courses in (("all", courses), ("at risk", [row for row in courses if at_risk(str(row["run"]))])):
+        yield alarms(group, group_courses)
     risky = [run for run in runs if at_risk(run.name)]
     for group, members in (("all", risky), *((f"seed {seed}", _of_seed(risky, seed)) for seed in seeds(risky))):
         moments = [pair for run in members if (pair := run.moments("beyond_2", 20)) is not None]
-        values, before = (np.concatenate([pair[part] for pair in moments]) for part in (0, 1))
-        if before.any():
-            yield {"tail_at_risk": group, "auroc": area(values, before), "before_a_turn": int(before.sum())}
+        values, turns = (np.concatenate([pair[part] for pair in moments]) for part in (0, 1))
+        if turns.any():
+            yield {"tail_at_risk": group, "auroc": area(values, turns), "before_a_turn": int(turns.sum())}
     groups: dict[str, Sequence[Steps]] = {"all": runs, "at risk": risky}
     for kind, judged_runs in groups.items():
         for name, figures in (("four figures", FIGURES), ("and k3, tail", (*FIGURES, *SIGNALS))):
@@ -90,7 +90,7 @@ def _of_seed(runs: Sequence[Steps], seed: str) -> list[Steps]:
 
 
 def alarms(group: str, courses: Sequence[Row]) -> Row:
-    """How many runs turned, of how many it warned before, and in how many others it rang."""
+    """Counts of runs that turned, of warnings before a turn, and of alarms in other runs."""
     turned = [row for row in courses if row["reward_turned_at"] != "never"]
     calm = [row for row in courses if row["reward_turned_at"] == "never"]
     warned = [
@@ -134,27 +134,27 @@ def bisected(holds: Callable[[float], bool]) -> float:
 
 
 def foreseen(runs: Sequence[Steps], figures: Sequence[str]) -> float:
-    """AUROC of a regression on the figures, each run scored by that of all other seeds."""
+    """AUROC of a regression on the figures, each run scored by the fit to all other seeds."""
     moments = [(run, pair) for run in runs if (pair := joined(run, figures)) is not None]
     scores, labels = list[NDArray[np.float64]](), list[NDArray[np.bool_]]()
-    for run, (values, before) in moments:
+    for run, (values, turns) in moments:
         rest = [pair for member, pair in moments if _seed(member) != _seed(run)]
         predict = logistic(np.concatenate([pair[0] for pair in rest]), np.concatenate([pair[1] for pair in rest]))
         scores.append(predict(values))
-        labels.append(before)
+        labels.append(turns)
     return area(np.concatenate(scores), np.concatenate(labels))
 
 
 def joined(run: Steps, figures: Sequence[str]) -> Moments | None:
     """The figures `[N, F]` at each moment that counts, on scales on which a line can separate, and its label."""
-    known = [pair for figure in figures if (pair := run.moments(figure, AHEAD)) is not None]
-    if len(known) < len(figures):
+    figure_moments = [pair for figure in figures if (pair := run.moments(figure, AHEAD)) is not None]
+    if len(figure_moments) < len(figures):
         return None
     columns = [
         np.log(np.abs(values) + 1e-6) if figure in LOGARITHMIC else values
-        for figure, (values, _) in zip(figures, known, strict=True)
+        for figure, (values, _) in zip(figures, figure_moments, strict=True)
     ]
-    return np.stack(columns, 1), known[0][1]
+    return np.stack(columns, 1), figure_moments[0][1]
 
 
 if __name__ == "__main__":

@@ -60,25 +60,25 @@ def measure(seeds: int, updates: int) -> Iterator[Row]:
     for length, kind, dose in itertools.product(LENGTHS, KINDS, DOSES):
         if not dose and kind != KINDS[0]:
             continue
-        plain = [train("none", length, kind, dose, seed, updates) for seed in range(seeds)]
+        plain_rewards = [train("none", length, kind, dose, seed, updates) for seed in range(seeds)]
         for rule in RULES:
-            own = [train(rule, length, kind, dose, seed, updates) for seed in range(seeds)]
-            gains = [b - a for a, b in zip(plain, own, strict=True)]
+            rule_rewards = [train(rule, length, kind, dose, seed, updates) for seed in range(seeds)]
+            gains = [b - a for a, b in zip(plain_rewards, rule_rewards, strict=True)]
             low, high = paired(gains).interval or (float("nan"), float("nan"))
             yield {
                 "tokens": length,
                 "kind": kind,
                 "token_kl": dose,
                 "rule": rule,
-                "uncorrected": statistics.fmean(plain),
+                "uncorrected": statistics.fmean(plain_rewards),
                 "gain": statistics.fmean(gains),
                 "low": low,
                 "high": high,
-                "says": said(low, high),
+                "says": words_for(low, high),
             }
 
 
-def said(low: float, high: float) -> str:
+def words_for(low: float, high: float) -> str:
     """Words for the interval of a gain."""
     if low > 0:
         return "gains"
@@ -116,8 +116,8 @@ def sampler(chain: Chain, logits_SV: Array, direction_SV: Array, token_kl: float
     variance = float(chain.visits(pi_SV).mean(0) @ (pi_SV * centred_SV**2).sum(1))
     scale = math.sqrt(2 * token_kl / variance)
     for _ in range(2):
-        found = Divergence.between(chain, softmax(logits_SV + scale * direction_SV), pi_SV).token_kl
-        scale *= math.sqrt(token_kl / found)
+        distance = Divergence.between(chain, softmax(logits_SV + scale * direction_SV), pi_SV).token_kl
+        scale *= math.sqrt(token_kl / distance)
     return softmax(logits_SV + scale * direction_SV)
 
 
@@ -138,20 +138,18 @@ def draw(rows: Sequence[Row]) -> str:
     parts: list[str] = []
     lowest, highest = (bound(float(row[key]) for row in rows) for bound, key in ((min, "low"), (max, "high")))
     for (down, length), (right, kind) in itertools.product(enumerate(LENGTHS), enumerate(KINDS)):
-        here = [row for row in rows if (row["tokens"], row["kind"]) == (length, kind)]
-        doses = list(dict.fromkeys(float(row["token_kl"]) for row in here))
-        left, top = 70 + 480 * right, 60 + 300 * down
-        panel = Panel(
-            left, left + 300, len(doses) + 0.5, min(lowest, -0.01), max(highest, 0.01), top=top, bottom=top + 190
-        )
+        points = [row for row in rows if (row["tokens"], row["kind"]) == (length, kind)]
+        doses = list(dict.fromkeys(float(row["token_kl"]) for row in points))
+        x0, y0 = 70 + 480 * right, 60 + 300 * down
+        panel = Panel(x0, x0 + 300, len(doses) + 0.5, min(lowest, -0.01), max(highest, 0.01), top=y0, bottom=y0 + 190)
         ticks = [panel.y_min + (panel.y_max - panel.y_min) * part / 4 for part in range(5)]
         parts += panel.frame(f"Gain, {kind}, {length} tokens", [(tick, f"{tick:+.2f}") for tick in ticks])
         parts.append(f'<path d="M{panel.left} {panel.y(0):.1f}H{panel.right}" stroke="#64748b"/>')
         parts += [panel.below(panel.x(place), f"{dose:g}") for place, dose in enumerate(doses, start=1)]
         parts.append(panel.below((panel.left + panel.right) / 2, "KL of a token between sampler and policy", line=1))
-        parts += lines(panel, {rule: [float(row["gain"]) for row in here if row["rule"] == rule] for rule in RULES})
+        parts += lines(panel, {rule: [float(row["gain"]) for row in points if row["rule"] == rule] for rule in RULES})
         for rule, colour in zip(RULES, COLOURS, strict=False):
-            for place, row in enumerate((row for row in here if row["rule"] == rule), start=1):
+            for place, row in enumerate((row for row in points if row["rule"] == rule), start=1):
                 ends = f"M{panel.x(place):.1f} {panel.y(float(row['low'])):.1f}V{panel.y(float(row['high'])):.1f}"
                 parts.append(f'<path d="{ends}" stroke="{colour}" opacity="0.6"/>')
     return document(parts, 70 + 480 * len(KINDS), 60 + 300 * len(LENGTHS))

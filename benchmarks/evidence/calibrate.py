@@ -1,4 +1,4 @@
-"""Thresholds at the age that they are for: what each rule on rows would have rejected of a recorded run.
+"""Thresholds at the age that they are for: the share of a recorded run that each rule on rows would have rejected.
 
 `python -m benchmarks.evidence.calibrate BUNDLE [--age 8] [--rate 0.2]`. The recording is of a run without correction
 (`record.bundle`). Steps count whose samples are this many versions old in the mean. A rule's own calibration
@@ -24,7 +24,7 @@ from moe_trm.recording.scores import ScoredBatch, ScoredUpdate, ScoresReader
 RULES: Mapping[str, Mapping[str, float]] = {"trm_max": {}, "trm_avg": {}, "ln_trm": {"delta": 0.06}, "opsm": {}}
 """Rules on rows, with what is not calibrated."""
 SLACK = 0.5
-"""Mean age that a step may lack to the age asked for."""
+"""Mean age that a step may lack to the requested one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +64,10 @@ def thresholds(
         settings: dict[str, float | str] = {**fixed, "ratio": ratio}
         window = [corrections.scores(rule, evidence, **settings) for evidence in evidences]
         bound = corrections.calibrate(rule, window, rate, **settings)
-        chosen = ", ".join(f"{key}={bound.thresholds[key]:.4g}" for key in rule.calibrated)
+        threshold_text = ", ".join(f"{key}={bound.thresholds[key]:.4g}" for key in rule.calibrated)
         yield {
             "rule": name,
-            "threshold": chosen,
+            "threshold": threshold_text,
             "steps": f"{min(old)} to {max(old)}",
             "rows_judged": sum(len(scores) for scores in window),
             **{f"rejected_{sign}": share for sign, share in _by_sign(bound, evidences).items()},
@@ -75,13 +75,13 @@ def thresholds(
 
 
 def mean_age(updates: Sequence[ScoredUpdate]) -> float:
-    """Versions between the weights that sampled and those at the start of the step, mean over sampled tokens."""
+    """Versions from the weights that sampled to the weights at the start of the step, mean over sampled tokens."""
     pairs = [(update.version - batch.versions[batch.mask]).float() for update in updates for batch in update.batches]
     return float(torch.cat(pairs).mean()) if pairs else 0.0
 
 
 def evidence_of(batch: ScoredBatch) -> Evidence:
-    """Evidence as a rule saw it; without an anchor the update's own forward was that."""
+    """Evidence as a rule saw it; without an anchor the update's own forward pass stands for it."""
     anchor = batch.current_logprobs if batch.anchor_logprobs is None else batch.anchor_logprobs
     ratios = LogRatios(batch.rollout_logprobs, batch.behavior_logprobs, batch.current_logprobs, batch.mask, anchor)
     return Evidence(ratios, batch.advantages)

@@ -56,10 +56,10 @@ class Chain:
 
     def visits(self, policy_SV: Array) -> Array:
         """d_t(s), the distribution of the context of each token, `[T, S]`."""
-        found = [self.begin()]
+        visits = [self.begin()]
         for _ in range(self.length - 1):
-            found.append(self.step(policy_SV, found[-1]))
-        return np.stack(found)
+            visits.append(self.step(policy_SV, visits[-1]))
+        return np.stack(visits)
 
     def actions_back(self, policy_SV: Array) -> Iterator[Array]:
         """Q_t(s, a), the expected reward after token a in context s, `[S, V]` for t = T, ..., 1."""
@@ -87,7 +87,7 @@ class Chain:
         come from others.
 
         With contexts of mu and rewards of mu it is the mean of token-level importance sampling; with contexts of pi and
-        rewards of mu that of prefix weights; with both of pi the gradient of J.
+        rewards of mu the mean of prefix weights; with both of pi the gradient of J.
         """
         weighted_SV = np.einsum("ts,tsa->sa", visits_TS, actions_TSV) * policy_SV
         return np.asarray(weighted_SV - policy_SV * weighted_SV.sum(1, keepdims=True))
@@ -135,8 +135,8 @@ class Chain:
             along_SV = np.einsum("sal,sl->sa", score, first[np.arange(num_states), np.arange(num_states)])
             second_SV = kernel_SV * (second_S[:, None] + 2 * along_SV + norm_SV * mass_S[:, None])
             moved = kernel_SV[:, :, None, None] * first[:, None]
-            own = np.arange(num_states)
-            moved[own, :, own] += kernel_SV[..., None] * score * mass_S[:, None, None]
+            states = np.arange(num_states)
+            moved[states, :, states] += kernel_SV[..., None] * score * mass_S[:, None, None]
             first = np.zeros_like(first)
             np.add.at(first, self.next_state, moved)
             second_S = self.step(second_SV, np.ones(num_states))

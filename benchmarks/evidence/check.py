@@ -1,7 +1,7 @@
 """Every measurement that the pages state, computed again from the result files.
 
-`python -m benchmarks.evidence.check [--write]`. `benchmarks/evidence/claims/*.toml` say what is stated where: fragments
-of a page in which `{measure words ...}` stands for a figure (`measures.py`). The page must have the fragment with that
+`python -m benchmarks.evidence.check [--write]`. `benchmarks/evidence/claims/*.toml` list the statements of each page:
+fragments in which `{measure words ...}` stands for a figure (`measures.py`). The page must have the fragment with that
 figure, rounded as it is printed. Anything else in the page that looks like a measurement (a number with decimals or an
 exponent, a percentage, an interval, `N of M`, `N times`) must be among the file's settings: literal fragments whose
 numbers were chosen, or come from a paper. `--write` puts the computed figures in the place of wrong ones, at the
@@ -38,7 +38,7 @@ NOT_TEXT = re.compile(
 
 @dataclass(frozen=True)
 class Claims:
-    """What a page states: fragments with figures, and fragments whose numbers are settings."""
+    """The statements of a page: fragments with figures, and fragments whose numbers are settings."""
 
     page: str
     measured: tuple[str, ...]
@@ -47,25 +47,25 @@ class Claims:
 
 @dataclass(frozen=True)
 class Reading:
-    """A page read against its claims: wrong or missing statements, spans of the right ones, and the mended text."""
+    """A page read against its claims: wrong or missing statements, spans of the right ones, and the corrected text."""
 
     problems: tuple[str, ...]
     covered: tuple[tuple[int, int], ...]
-    mended: str
+    corrected: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument("--write", action="store_true", help="mend the pages")
+    parser.add_argument("--write", action="store_true", help="correct the pages")
     args = parser.parse_args(argv)
     num_figures, wrong = 0, 0
-    for claims in every():
+    for claims in all_claims():
         path = REPOSITORY / claims.page
         text = path.read_text(encoding="utf-8")
         reading = read(text, claims)
-        if args.write and reading.mended != text:
-            path.write_text(reading.mended, encoding="utf-8")
-            reading = read(reading.mended, claims)
+        if args.write and reading.corrected != text:
+            path.write_text(reading.corrected, encoding="utf-8")
+            reading = read(reading.corrected, claims)
         num_figures += sum(len(SLOT.findall(fragment)) for fragment in claims.measured)
         for problem in reading.problems:
             print(f"{claims.page}: {problem}")
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(wrong > 0)
 
 
-def every() -> Iterator[Claims]:
+def all_claims() -> Iterator[Claims]:
     """The claims of every page."""
     for path in sorted(CLAIMS.glob("*.toml")):
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -83,8 +83,8 @@ def every() -> Iterator[Claims]:
 
 
 def read(text: str, claims: Claims) -> Reading:
-    """Compare the page with its claims. Where a fragment stands once with another figure, the mended text has it."""
-    problems, covered, mended = list[str](), list[tuple[int, int]](), text
+    """Compare the page with its claims. Where a fragment stands once with another figure, the corrected text has it."""
+    problems, covered, corrected = list[str](), list[tuple[int, int]](), text
     for fragment in claims.measured:
         values = [value_of(slot) for slot in SLOT.findall(fragment)]
         pattern = pattern_of(fragment, values)
@@ -98,8 +98,8 @@ def read(text: str, claims: Claims) -> Reading:
             continue
         for match in matches:
             problems.append(f"stated: {' '.join(match[0].split())}\n    computed: {rendered(match, values)}")
-        if len(matches) == 1 and pattern.search(mended):
-            mended = pattern.sub(lambda match, values=values: rendered(match, values), mended, count=1)  # type: ignore[misc]
+        if len(matches) == 1 and pattern.search(corrected):
+            corrected = pattern.sub(lambda match, values=values: rendered(match, values), corrected, count=1)  # type: ignore[misc]
     bare = NOT_TEXT.sub(lambda match: " " * len(match[0]), text)
     for fragment in claims.settings:
         spans = [match.span() for match in pattern_of(fragment, []).finditer(text)]
@@ -109,7 +109,7 @@ def read(text: str, claims: Claims) -> Reading:
         if not any(start <= match.start() and match.end() <= end for start, end in covered):
             around = " ".join(text[max(0, match.start() - 60) : match.end() + 40].split())
             problems.append(f"no claim has {' '.join(match[0].split())}: ... {around} ...")
-    return Reading(tuple(problems), tuple(covered), mended)
+    return Reading(tuple(problems), tuple(covered), corrected)
 
 
 def value_of(slot: str) -> Value:
@@ -165,7 +165,7 @@ def parsed(text: str) -> tuple[float, float]:
 
 
 def rendered(match: re.Match[str], values: Sequence[Value]) -> str:
-    """The matched text with the computed figures, at the precision of those in their place."""
+    """The matched text with the computed figures, at the precision of the figures in their place."""
     text, start = match[0], match.start()
     for group, value in reversed(list(enumerate(values, start=1))):
         begin, end = (place - start for place in match.span(group))

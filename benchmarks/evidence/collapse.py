@@ -61,7 +61,7 @@ class Course:
 
     Attributes:
         rewards: exact expected reward at every 5th update.
-        figures: `[moments, 6]`, those of `ALONE`, at every `EVERY`-th update.
+        figures: `[moments, 6]`, in the order of `ALONE`, at every `EVERY`-th update.
     """
 
     rewards: Array
@@ -82,9 +82,9 @@ class Course:
         """Figures of each moment that counts, and whether a collapse begins within `AHEAD` updates."""
         begins = self.begins()
         for moment, figures in enumerate(self.figures, start=1):
-            now = moment * EVERY // 5 - 1
-            ahead = begins[now + 1 : now + 1 + AHEAD // 5]
-            if len(ahead) == AHEAD // 5 and self.rewards[now] >= FELL * self.rewards[: now + 1].max():
+            index = moment * EVERY // 5 - 1
+            ahead = begins[index + 1 : index + 1 + AHEAD // 5]
+            if len(ahead) == AHEAD // 5 and self.rewards[index] >= FELL * self.rewards[: index + 1].max():
                 yield figures, bool(ahead.any())
 
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--seeds", type=int, default=8, help="runs of every setting (default: 8); half judge")
     args = parser.parse_args(argv)
-    settings = [Setting(*each) for each in itertools.product(LENGTHS, RATES, LAGS, RULES)]
+    settings = [Setting(*values) for values in itertools.product(LENGTHS, RATES, LAGS, RULES)]
     courses = {(setting, seed): train(setting, seed) for setting in settings for seed in range(args.seeds)}
     rows = list(judged(courses))
     counted: list[Row] = [
@@ -141,15 +141,15 @@ def ascent(chain: Chain, pi_SV: Array, answers: Answers, rule: str) -> Array:
 def measured(recent: Sequence[Array]) -> tuple[float, float, float]:
     """Effective share of answers, 95th percentile of (w - 1)^2, and share of tokens off by more than 20%."""
     log_ratios = np.concatenate(recent)
-    whole = np.exp(np.clip(log_ratios.sum(1), -20, 20))
+    sequence_ratios = np.exp(np.clip(log_ratios.sum(1), -20, 20))
     ratios = np.exp(np.clip(log_ratios, -20, 20))
     off = np.abs(ratios - 1)
-    share = float(whole.sum() ** 2 / (len(whole) * (whole**2).sum()))
+    share = float(sequence_ratios.sum() ** 2 / (len(sequence_ratios) * (sequence_ratios**2).sum()))
     return share, float(np.quantile(off**2, 0.95)), float((off > 0.2).mean())
 
 
 def judged(courses: dict[tuple[Setting, int], Course]) -> Iterator[Row]:
-    """AUROC of each predictor on the runs of odd seeds; the regression is fitted on those of even seeds."""
+    """AUROC of each predictor on the runs of odd seeds; the regression is fitted on the runs of even seeds."""
     fit, test = ([c for (_, seed), c in courses.items() if seed % 2 == part] for part in (0, 1))
     fitted = [moment for course in fit for moment in course.moments()]
     labels = np.array([label for _, label in fitted])
@@ -165,26 +165,28 @@ def judged(courses: dict[tuple[Setting, int], Course]) -> Iterator[Row]:
             "moments": len(tested),
         }
         return
-    predict = logistic(np.array([features(each) for each, _ in fitted]), labels)
+    predict = logistic(np.array([features(figures) for figures, _ in fitted]), labels)
     scores = {"all four": [predict(np.array([features(f) for f, _ in group])) for group in groups if group]}
     signs = {name: direction(np.array([f[place] for f, _ in fitted]), labels) for place, name in enumerate(ALONE)}
     for place, name in enumerate(ALONE):
         scores[name] = [signs[name] * np.array([f[place] for f, _ in group]) for group in groups if group]
-    known = [np.array([label for _, label in group]) for group in groups if group]
+    tested_labels = [np.array([label for _, label in group]) for group in groups if group]
     rng = np.random.default_rng(0)
-    draws = [rng.integers(0, len(known), len(known)) for _ in range(RESAMPLES)]
+    draws = [rng.integers(0, len(tested_labels), len(tested_labels)) for _ in range(RESAMPLES)]
     for name, values in scores.items():
-        resampled = [area(np.concatenate([values[i] for i in d]), np.concatenate([known[i] for i in d])) for d in draws]
+        resampled = [
+            area(np.concatenate([values[i] for i in d]), np.concatenate([tested_labels[i] for i in d])) for d in draws
+        ]
         low, high = np.nanquantile(resampled, [0.025, 0.975])
         yield {
             "predictor": name,
             "before_it": {1: "higher", -1: "lower"}.get(signs.get(name, 0), ""),
-            "auroc": area(np.concatenate(values), np.concatenate(known)),
+            "auroc": area(np.concatenate(values), np.concatenate(tested_labels)),
             "low": float(low),
             "high": float(high),
             "moments": len(tested),
             "before_collapse": int(sum(tested)),
-            "runs": len(known),
+            "runs": len(tested_labels),
         }
 
 

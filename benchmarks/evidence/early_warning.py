@@ -8,7 +8,7 @@ A run turns at the step from which on its reward stays below 80% of its best (`r
 step from the 20th on, and until it turns, the figures are means of the last ten steps. A moment counts as before a turn
 where the run turns within the next 20, or 50, steps. Moments whose future ended before that are left out.
 
-- The AUROC is that of a figure in the direction that `FIGURES` fixed before the runs; 0.5 is chance. Its 95% interval
+- The AUROC is taken of a figure in the direction that `FIGURES` fixed before the runs; 0.5 is chance. Its 95% interval
   is a bootstrap over whole runs.
 - A warning is the first step at which the figure passes a threshold: the 90th percentile of the moments without a turn
   ahead in all other runs, so no run judges itself. The lead is from there to the turn. A false alarm is a warning in a
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.evidence.collapse import RESAMPLES, area
-from benchmarks.evidence.router_noise import PARTS, SMOOTHED, Course, smoothed, told
+from benchmarks.evidence.router_noise import PARTS, SMOOTHED, Course, course_row, smoothed
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.tools.quickstart.summary import read_metrics
@@ -58,7 +58,7 @@ Moments = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 @dataclass(frozen=True)
 class Steps:
-    """What a run measured at each of its steps, by metric."""
+    """Measurements of a run at each of its steps, by metric."""
 
     name: str
     series: Mapping[str, Sequence[float]]
@@ -101,9 +101,9 @@ class Steps:
             return None
         steps, turned = np.arange(FIRST, FIRST + len(values)), self.turned
         last = steps[-1]
-        before = np.zeros(len(steps), bool) if turned is None else (steps < turned) & (turned <= steps + ahead)
-        counts = (before | (steps + ahead <= last)) & (steps < (turned or last + 1))
-        return values[counts], before[counts]
+        turns = np.zeros(len(steps), bool) if turned is None else (steps < turned) & (turned <= steps + ahead)
+        counts = (turns | (steps + ahead <= last)) & (steps < (turned or last + 1))
+        return values[counts], turns[counts]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,26 +114,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = gathered(args.steps, args.out)
     rows = [
         row
-        for group, chosen in (("all", runs), ("without replay", [run for run in runs if not run.replays]))
+        for group, group_runs in (("all", runs), ("without replay", [run for run in runs if not run.replays]))
         for ahead in AHEADS
         for name in FIGURES
-        if (row := judged(chosen, name, ahead, group)) is not None
+        if (row := judged(group_runs, name, ahead, group)) is not None
     ]
-    courses = [told(run.name, run.course) for run in runs]
+    courses = [course_row(run.name, run.course) for run in runs]
     report("The course of each run; then how each figure foresees that it turns", [*courses, *rows], args.json)
     return 0
 
 
 def gathered(file: Path, folders: Sequence[Path]) -> list[Steps]:
-    """The runs that were read before and those of the folders, which are written to the file."""
-    known: dict[str, Mapping[str, Sequence[float]]] = json.loads(file.read_text()) if file.exists() else {}
+    """The runs that were read before and the runs of the folders, which are written to the file."""
+    series_by_run: dict[str, Mapping[str, Sequence[float]]] = json.loads(file.read_text()) if file.exists() else {}
     for folder in folders:
         for metrics in sorted(folder.glob("*-seed*/metrics.jsonl")):
-            known[metrics.parent.name] = read(metrics.parent)
+            series_by_run[metrics.parent.name] = read(metrics.parent)
     if folders:
-        lines = (f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
+        lines = (f"{json.dumps(name)}: {json.dumps(series_by_run[name])}" for name in sorted(series_by_run))
         file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    return [Steps(name, known[name]) for name in sorted(known)]
+    return [Steps(name, series_by_run[name]) for name in sorted(series_by_run)]
 
 
 def read(run: Path) -> dict[str, list[float]]:
@@ -145,29 +145,29 @@ def read(run: Path) -> dict[str, list[float]]:
 
 def judged(runs: Sequence[Steps], name: str, ahead: int, group: str) -> Row | None:
     """AUROC, warnings, leads and false alarms of a figure; None where nothing turned, or where there is one run."""
-    pairs = [(run, found) for run in runs if (found := run.moments(name, ahead)) is not None]
-    values, before = ([found[part] for _, found in pairs] for part in (0, 1))
-    if len(pairs) < 2 or len(set(np.concatenate(before).tolist())) < 2:
+    pairs = [(run, run_moments) for run in runs if (run_moments := run.moments(name, ahead)) is not None]
+    values, labels = ([run_moments[part] for _, run_moments in pairs] for part in (0, 1))
+    if len(pairs) < 2 or len(set(np.concatenate(labels).tolist())) < 2:
         return None
     rng = np.random.default_rng(0)
     draws = [rng.integers(0, len(pairs), len(pairs)) for _ in range(RESAMPLES)]
-    resampled = [area(np.concatenate([values[i] for i in d]), np.concatenate([before[i] for i in d])) for d in draws]
+    resampled = [area(np.concatenate([values[i] for i in d]), np.concatenate([labels[i] for i in d])) for d in draws]
     low, high = np.nanquantile(resampled, [0.025, 0.975])
     turning = [run for run, _ in pairs if run.turned is not None]
     warnings = {run.name: warned for run, warned in _warned(pairs, name)}
-    leads = [run.turned - at for run in turning if run.turned and (at := warnings[run.name]) and at < run.turned]
+    lead_steps = [run.turned - at for run in turning if run.turned and (at := warnings[run.name]) and at < run.turned]
     alarms = [run.name for run, _ in pairs if run.turned is None and warnings[run.name] is not None]
     return {
         "figure": name,
         "runs": group,
         "ahead": ahead,
-        "auroc": area(np.concatenate(values), np.concatenate(before)),
+        "auroc": area(np.concatenate(values), np.concatenate(labels)),
         "low": float(low),
         "high": float(high),
-        "moments": sum(map(len, before)),
-        "before_a_turn": int(sum(map(np.sum, before))),
-        "warned": f"{len(leads)} of {len(turning)}",
-        "median_lead": statistics.median(leads) if leads else "none",
+        "moments": sum(map(len, labels)),
+        "before_a_turn": int(sum(map(np.sum, labels))),
+        "warned": f"{len(lead_steps)} of {len(turning)}",
+        "median_lead": statistics.median(lead_steps) if lead_steps else "none",
         "false_alarms": f"{len(alarms)} of {len(pairs) - len(turning)}",
     }
 
@@ -175,9 +175,9 @@ def judged(runs: Sequence[Steps], name: str, ahead: int, group: str) -> Row | No
 def _warned(pairs: Sequence[tuple[Steps, Moments]], name: str) -> Iterator[tuple[Steps, int | None]]:
     """Each run, and the first step at which it passes the threshold of all others."""
     for run, _ in pairs:
-        quiet = [values[~before] for other, (values, before) in pairs if other is not run]
-        calm, own = np.concatenate(quiet), run.figure(name)
-        above = np.flatnonzero(own > np.quantile(calm, QUIET)).tolist() if own is not None and len(calm) else []
+        quiet = [values[~labels] for member, (values, labels) in pairs if member is not run]
+        calm, figure = np.concatenate(quiet), run.figure(name)
+        above = np.flatnonzero(figure > np.quantile(calm, QUIET)).tolist() if figure is not None and len(calm) else []
         yield run, above[0] + FIRST if above else None
 
 

@@ -43,8 +43,8 @@ class Answers:
 def turns(log_ratios: Array) -> Array:
     """The ratio of the turn of each token."""
     number, length = log_ratios.shape
-    whole = log_ratios.reshape(number, length // TURN, TURN).sum(-1, keepdims=True)
-    return np.asarray(np.exp(np.broadcast_to(whole, (number, length // TURN, TURN)).reshape(number, length)))
+    turn_sums = log_ratios.reshape(number, length // TURN, TURN).sum(-1, keepdims=True)
+    return np.asarray(np.exp(np.broadcast_to(turn_sums, (number, length // TURN, TURN)).reshape(number, length)))
 
 
 def masked(rule: str, **fixed: float) -> Callable[[Array], Array]:
@@ -55,8 +55,10 @@ def masked(rule: str, **fixed: float) -> Callable[[Array], Array]:
         zero = torch.zeros_like(values)
         ratios = LogRatios(zero, zero, values, torch.ones_like(values, dtype=torch.bool))
         # Negative advantage: rules that look at one side judge every answer.
-        evidence, known = Evidence(ratios, zero - 1), corrections.get(rule)
-        bound = corrections.calibrate(known, [corrections.scores(known, evidence, **fixed)], REJECTED, **fixed)
+        evidence, registered_rule = Evidence(ratios, zero - 1), corrections.get(rule)
+        bound = corrections.calibrate(
+            registered_rule, [corrections.scores(registered_rule, evidence, **fixed)], REJECTED, **fixed
+        )
         return np.asarray(np.exp(log_ratios) * bound(evidence).keep.numpy())
 
     return weights

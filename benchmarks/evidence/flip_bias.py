@@ -6,7 +6,7 @@ per token, K delta is twice the share p of flipped tokens.
 
 A policy chooses among K tables by a router. The rollout's router sees Gumbel noise, so its choice is known in closed
 form: softmax(router / noise). Its policy is the mixture, the learner's the table of the undisturbed router. The bias is
-that of token-level importance sampling, by dynamic programming, relative to the gradient. Two sweeps:
+taken for token-level importance sampling, by dynamic programming, relative to the gradient. Two sweeps:
 
 - `free`: the tables stay, more noise flips more tokens;
 - `same KL`: the tables move closer as more tokens flip, so that the KL of the token stays.

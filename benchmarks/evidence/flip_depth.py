@@ -4,8 +4,8 @@
 weights score random tokens in float32 and in a lower precision, from the same rounded weights, so that arithmetic alone
 differs. No engine takes part. Three questions:
 
-- how the share of tokens with a flip in any layer grows with depth, and what 1 - prod_l (1 - p_l) says, which is that
-  share if flips of layers were independent (p_l is the share in layer l);
+- how the share of tokens with a flip in any layer grows with depth, and 1 - prod_l (1 - p_l), which is the same share
+  if flips of layers were independent (p_l is the share in layer l);
 - how the rate in a layer depends on its depth, the number of experts, top-k and the precision;
 - how many flips the batch alone makes: rows computed together against each row alone, in one precision (`batch`).
 """
@@ -80,27 +80,27 @@ def measure(seeds: int) -> Iterator[Row]:
         points = [point(compare(shape, precision, seed, ROWS)) for seed in range(seeds)]
         row: Row = {"sweep": sweep, "value": value}
         for name in ("any_layer", "independent", "token_layers"):
-            row |= with_interval(name, [getattr(one, name) for one in points], f"{name}_")
+            row |= with_interval(name, [getattr(model_point, name) for model_point in points], f"{name}_")
         yield {
             **row,
-            "first_layer": statistics.fmean(one.first_layer for one in points),
-            "last_layer": statistics.fmean(one.last_layer for one in points),
+            "first_layer": statistics.fmean(model_point.first_layer for model_point in points),
+            "last_layer": statistics.fmean(model_point.last_layer for model_point in points),
         }
 
 
-def point(found: Flips) -> Point:
+def point(model_flips: Flips) -> Point:
     """Flips of one random model on random tokens."""
     return Point(
-        any_layer=found.token_any_layer_rate,
-        independent=independent(found.per_layer),
-        first_layer=float(found.per_layer[0]),
-        last_layer=float(found.per_layer[-1]),
-        token_layers=found.token_layer_rate,
+        any_layer=model_flips.token_any_layer_rate,
+        independent=independent(model_flips.per_layer),
+        first_layer=float(model_flips.per_layer[0]),
+        last_layer=float(model_flips.per_layer[-1]),
+        token_layers=model_flips.token_layer_rate,
     )
 
 
 def compared(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> Flips:
-    """The routes in float32 against those in `precision`, at the weights that `precision` can hold."""
+    """The routes in float32 against the routes in `precision`, at the weights that `precision` can hold."""
     model, ids = tiny_model(seed, shape).eval(), tokens(shape, seed, rows)
     low = routes(model.to(PRECISIONS[precision]), ids)
     high = routes(model.to(torch.float32), ids)
@@ -108,10 +108,10 @@ def compared(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> F
 
 
 def regrouped(shape: TinyShape, precision: str, seed: int, rows: int) -> Flips:
-    """The routes of rows computed together against those of each row alone, in the same precision."""
+    """The routes of rows computed together against the routes of each row alone, in the same precision."""
     model, ids = tiny_model(seed, shape).eval().to(DTYPES[precision]), tokens(shape, seed, rows)
-    alone = torch.cat([routes(model, ids[row : row + 1]) for row in range(rows)])
-    return flips(routes(model, ids), alone, num_experts=shape.experts)
+    routes_alone = torch.cat([routes(model, ids[row : row + 1]) for row in range(rows)])
+    return flips(routes(model, ids), routes_alone, num_experts=shape.experts)
 
 
 def tokens(shape: TinyShape, seed: int, rows: int) -> Tensor:
@@ -128,10 +128,10 @@ def independent(per_layer: np.ndarray) -> float:
 @torch.no_grad()
 def routes(model: nn.Module, ids: Tensor) -> Tensor:
     """The experts that the model chose, `[tokens, L, K]`."""
-    chosen: list[Tensor] = []
+    experts: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, outputs: Mapping[int, Tensor]) -> None:
-        chosen.append(outputs[2])
+        experts.append(outputs[2])
 
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     hooks = [router.register_forward_hook(keep) for router in routers]
@@ -140,7 +140,7 @@ def routes(model: nn.Module, ids: Tensor) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.stack(chosen, 1)
+    return torch.stack(experts, 1)
 
 
 def draw(rows: Sequence[Row]) -> str:
@@ -152,15 +152,15 @@ def draw(rows: Sequence[Row]) -> str:
         ("top_k", {"any layer": "any_layer", "in a layer": "token_layers"}),
     )
     for right, (sweep, series) in enumerate(panels):
-        here = [row for row in rows if row["sweep"] == sweep]
-        highest = 1.1 * max(float(row["any_layer"]) for row in here)
-        left = 60 + 400 * right
-        panel = Panel(left, left + 220, len(here) + 0.5, 0, highest)
+        points = [row for row in rows if row["sweep"] == sweep]
+        highest = 1.1 * max(float(row["any_layer"]) for row in points)
+        x0 = 60 + 400 * right
+        panel = Panel(x0, x0 + 220, len(points) + 0.5, 0, highest)
         parts += panel.frame(
             f"Flips by {sweep}", [(highest * part / 4, f"{highest * part / 4:.1%}") for part in range(5)]
         )
-        parts += axis(panel, [row["value"] for row in here], sweep)
-        parts += lines(panel, {name: [float(row[key]) for row in here] for name, key in series.items()})
+        parts += axis(panel, [row["value"] for row in points], sweep)
+        parts += lines(panel, {name: [float(row[key]) for row in points] for name, key in series.items()})
     return document(parts, 60 + 400 * len(panels), 360)
 
 

@@ -1,4 +1,4 @@
-"""Where does each correction point? Its gradient against those of the learner's and of the engine's own policy.
+"""Where does each correction point? Its gradient against the gradients of the learner's and the engine's own policy.
 
 `python -m benchmarks.evidence.gradient_oracle [--cells FILE] [--checkpoints N] [--only-report] [--json FILE]
 [--picture FILE]`. It adds each finished cell to `FILE`, and goes on where it was stopped, on another machine too.
@@ -18,7 +18,7 @@ and the pooled cosine was added. Neither pilot counts.
   are between halves, so that noise does not lower a cosine.
 - Beside it: that cosine pooled over checkpoints, which small gradients do not upset (products and squared norms are
   summed first, each in units of the oracle's); the cosine to the gradient of the policy of the engine that answered,
-  and the progress of a batch of 128 answers as a share of that on policy.
+  and the progress of a batch of 128 answers as a share of the progress on policy.
 - Control: 256 answers of the learner's own policy, on another draw, give a cosine of 1.00 within 0.02 on average.
 - Contrasts: R3 less no correction and R3 less `seq_tis`, means over the updates, and the slope of R3 less R2 by
   updates, for each engine; Student's t over checkpoints, and Holm for all 15. By themselves, likewise: each mask less
@@ -111,9 +111,9 @@ def read(cells: Path) -> list[dict[str, Any]]:
 def run(number: int, begin: Path, folder: Path, cells: Path) -> None:
     """Add the cells of a checkpoint that are not finished. `folder` has the checkpoint, made from `begin`."""
     finished = {(cell["engine"], cell["updates"]) for cell in read(cells) if cell["checkpoint"] == number}
-    every = [(name, ahead) for name in (ON_POLICY, *engines(NOISE, number)) for ahead in UPDATES]
-    due = [cell for cell in every if cell not in finished]
-    if not due:
+    all_cells = [(name, ahead) for name in (ON_POLICY, *engines(NOISE, number)) for ahead in UPDATES]
+    missing_cells = [cell for cell in all_cells if cell not in finished]
+    if not missing_cells:
         return
     if not (folder / "warmup.json").exists():
         recipe = replace(start.RECIPE, max_digits=3)
@@ -123,43 +123,43 @@ def run(number: int, begin: Path, folder: Path, cells: Path) -> None:
     learners = updated(first, number)
     oracles = {ahead: on_policy(learner, own_answers(learner, ORACLE_GROUP, number, "oracle", ahead))
                for ahead, learner in learners.items()}  # fmt: skip
-    for name, same in itertools.groupby(due, key=lambda cell: cell[0]):
+    for name, same in itertools.groupby(missing_cells, key=lambda cell: cell[0]):
         batches, engine, facts = ([], None, {}) if name == ON_POLICY else answered(first, name, number)
         for _, ahead in same:
             learner, key = learners[ahead], (number, name, ahead)
             if name == ON_POLICY:
-                found = Gradients({name: on_policy(learner, own_answers(learner, GROUP, *key))}, {})
+                result = Gradients({name: on_policy(learner, own_answers(learner, GROUP, *key))}, {})
             else:
-                found = gradients(learner, batches, moved=ahead > 0, seed=_seed(*key))
+                result = gradients(learner, batches, moved=ahead > 0, seed=_seed(*key))
             cell = {"checkpoint": number, "engine": name, "updates": ahead, **facts}
-            cell |= {f"{replay}_k3": value for replay, value in found.k3.items()}
-            cell |= {"arms": {arm: judged(own, oracles[ahead], engine) for arm, own in found.arms.items()}}
+            cell |= {f"{replay}_k3": value for replay, value in result.k3.items()}
+            cell |= {"arms": {arm: judged(halves, oracles[ahead], engine) for arm, halves in result.arms.items()}}
             with cells.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(cell) + "\n")
             print(f"checkpoint {number}, {name}, {ahead} updates ahead", flush=True)
 
 
-def judged(own: Halves, oracle: Halves, engine: Halves | None) -> dict[str, float]:
-    """An arm's gradient beside that of the learner's own policy, and of the engine's."""
-    figures = {"learner": cosine(own, oracle), "progress": progress_share(own, oracle, TRAINED)}
-    figures |= {"square": inner(own, own) / inner(oracle, oracle), "along": inner(own, oracle) / inner(oracle, oracle)}
-    return figures if engine is None else figures | {"engine": cosine(own, engine)}
+def judged(arm: Halves, oracle: Halves, engine: Halves | None) -> dict[str, float]:
+    """An arm's gradient beside the gradients of the learner's own policy and of the engine's."""
+    figures = {"learner": cosine(arm, oracle), "progress": progress_share(arm, oracle, TRAINED)}
+    figures |= {"square": inner(arm, arm) / inner(oracle, oracle), "along": inner(arm, oracle) / inner(oracle, oracle)}
+    return figures if engine is None else figures | {"engine": cosine(arm, engine)}
 
 
 def updated(first: Any, number: int) -> Mapping[int, Any]:
     """The learner by updates ahead: `AdamW` on minibatches of answers of `first`, with the loss of the arms."""
-    asked = problems(max(UPDATES) * UPDATE_ANSWERS // GROUP, f"oracle-updates-{number}")
-    answers = sample(first, asked, GROUP, MAX_NEW, _seed(number, "updates"))
+    prompts = problems(max(UPDATES) * UPDATE_ANSWERS // GROUP, f"oracle-updates-{number}")
+    answers = sample(first, prompts, GROUP, MAX_NEW, _seed(number, "updates"))
     learner, learners = copy(first), {0: first}
     optimizer = torch.optim.AdamW(learner.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
     for update, rows in enumerate(torch.split(torch.arange(len(answers.ids)), UPDATE_ANSWERS), start=1):
         part = answers.rows(rows)
         anchors = [HFReplayer(causal, max_local_flip_rate=1.0) for causal in (first, learner)]
         with torch.no_grad():
-            before, _ = forward(first, anchors[0], part, Native())
+            old_logprobs, _ = forward(first, anchors[0], part, Native())
         current, _ = forward(learner, anchors[1], part, Native())
         optimizer.zero_grad()
-        torch.autograd.backward(policy_loss(part, before, current) / len(rows))
+        torch.autograd.backward(policy_loss(part, old_logprobs, current) / len(rows))
         torch.nn.utils.clip_grad_norm_(learner.parameters(), CLIP)
         optimizer.step()
         for replayer in anchors:
@@ -172,17 +172,17 @@ def updated(first: Any, number: int) -> Mapping[int, Any]:
 def own_answers(causal: Any, group: int, number: int, name: str, ahead: int) -> list[tuple[int, Answers]]:
     """Answers of a policy to all prompts, twice, each batch with its half."""
     return [
-        (half, sample(causal, asked, group, MAX_NEW, _seed(number, name, ahead, place)))
-        for place, (half, asked) in enumerate(_asked(number, group))
+        (half, sample(causal, prompts, group, MAX_NEW, _seed(number, name, ahead, place)))
+        for place, (half, prompts) in enumerate(_prompt_batches(number, group))
     ]
 
 
 def answered(first: Any, name: str, number: int) -> tuple[list[Sampled], Halves, dict[str, float]]:
     """Answers of an engine as the learner gets them, the gradient of its own policy, and facts about them."""
-    batches, own, flipped = [], [], []
-    for place, (half, asked) in enumerate(_asked(number, GROUP)):
+    batches, engine_gradients, flipped = [], [], []
+    for place, (half, prompts) in enumerate(_prompt_batches(number, GROUP)):
         engine = served(first, engines(NOISE, number)[name].at(place))
-        answers = sample(engine, asked, GROUP, MAX_NEW, _seed(number, name, place))
+        answers = sample(engine, prompts, GROUP, MAX_NEW, _seed(number, name, place))
         learner_side, engine_side = (HFReplayer(causal, max_local_flip_rate=1.0) for causal in (first, engine))
         with torch.no_grad():
             logprobs, of_engine = forward(engine, engine_side, answers, Record())
@@ -195,25 +195,25 @@ def answered(first: Any, name: str, number: int) -> tuple[list[Sampled], Halves,
             replayer.detach()
         anchors = {"native": native, "R2": native, "R3": replayed}
         batches.append(Sampled(answers, half, logprobs, routes_of(of_learner, of_engine), anchors))
-        own.append(policy_gradient(engine.float(), answers))
+        engine_gradients.append(policy_gradient(engine.float(), answers))
         routes = [
             torch.stack([side.experts[layer] for layer in sorted(side.experts)], 1) for side in (of_learner, of_engine)
         ]
         flipped.append(flips(routes[0], routes[1], answers.valid.flatten()).token_layer_rate)
     first_half, second_half = (
-        torch.stack([part for part, batch in zip(own, batches, strict=True) if batch.half == half]).mean(0)
+        torch.stack([part for part, batch in zip(engine_gradients, batches, strict=True) if batch.half == half]).mean(0)
         for half in (0, 1)
     )
     facts = {"flipped": fmean(flipped), "reward": float(torch.cat([b.answers.rewards for b in batches]).mean())}
     return batches, Halves(first_half, second_half, sum(len(b.answers.ids) for b in batches)), facts
 
 
-def _asked(number: int, group: int) -> Iterator[tuple[int, Sequence[Any]]]:
+def _prompt_batches(number: int, group: int) -> Iterator[tuple[int, Sequence[Any]]]:
     """The prompts of each batch, with its half."""
-    asked, size = problems(PROMPTS, f"oracle-prompts-{number}"), BATCH // group
+    prompts, size = problems(PROMPTS, f"oracle-prompts-{number}"), BATCH // group
     for half in (0, 1):
         for place in range(0, PROMPTS, size):
-            yield half, asked[place : place + size]
+            yield half, prompts[place : place + size]
 
 
 def _seed(*parts: int | str) -> int:
@@ -224,32 +224,32 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Means over checkpoints with their intervals, by engine, updates and arm."""
     rows: list[Row] = []
     for name, ahead in itertools.product((ON_POLICY, *engines(NOISE, 0)), UPDATES):
-        here = [cell for cell in cells if (cell["engine"], cell["updates"]) == (name, ahead)]
+        matches = [cell for cell in cells if (cell["engine"], cell["updates"]) == (name, ahead)]
         for arm in (ON_POLICY,) if name == ON_POLICY else ARMS:
-            known = [cell["arms"][arm] for cell in here]
-            cosines = [own["learner"] for own in known if math.isfinite(own["learner"])]
+            figures = [cell["arms"][arm] for cell in matches]
+            cosines = [entry["learner"] for entry in figures if math.isfinite(entry["learner"])]
             if cosines:
                 row: Row = {"engine": name, "updates": ahead, "arm": arm, "checkpoints": len(cosines)}
                 row |= with_interval("to_learner", cosines)
-                row["pooled"] = pooled(known)
-                row["to_engine"] = NOT_MEASURED if arm == ON_POLICY else fmean(own["engine"] for own in known)
-                rows.append(row | {"progress_share": fmean(own["progress"] for own in known)})
+                row["pooled"] = pooled(figures)
+                row["to_engine"] = NOT_MEASURED if arm == ON_POLICY else fmean(entry["engine"] for entry in figures)
+                rows.append(row | {"progress_share": fmean(entry["progress"] for entry in figures)})
     return rows
 
 
-def pooled(known: Sequence[Mapping[str, float]]) -> float:
+def pooled(figures: Sequence[Mapping[str, float]]) -> float:
     """The cosine to the learner's gradient over checkpoints; NaN where the squared norms are not above 0 in sum."""
-    square = fmean(own["square"] for own in known)
-    return fmean(own["along"] for own in known) / math.sqrt(square) if square > 0 else math.nan
+    square = fmean(entry["square"] for entry in figures)
+    return fmean(entry["along"] for entry in figures) / math.sqrt(square) if square > 0 else math.nan
 
 
 def control(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The cosine on policy, which must be 1: means over the updates of each checkpoint."""
-    known: dict[int, list[float]] = {}
+    cosines: dict[int, list[float]] = {}
     for cell in cells:
         if cell["engine"] == ON_POLICY:
-            known.setdefault(cell["checkpoint"], []).append(cell["arms"][ON_POLICY]["learner"])
-    means = [fmean(values) for values in known.values()]
+            cosines.setdefault(cell["checkpoint"], []).append(cell["arms"][ON_POLICY]["learner"])
+    means = [fmean(values) for values in cosines.values()]
     return [{"control": ON_POLICY, "checkpoints": len(means), **with_interval("mean", means)}] if means else []
 
 
@@ -258,10 +258,10 @@ def contrasts(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     families: tuple[list[Row], list[Row]] = ([], [])
     for name in engines(NOISE, 0):
         by_arm = [_by_arm(cells, name, number) for number in sorted({cell["checkpoint"] for cell in cells})]
-        whole = [own for own in by_arm if own is not None]
-        if len(whole) < 2:
+        complete = [arms for arms in by_arm if arms is not None]
+        if len(complete) < 2:
             continue
-        for number, what, values in _differences(whole):
+        for number, what, values in _differences(complete):
             row: Row = {"contrast": f"{name}: {what}", "checkpoints": len(values)}
             families[number].append(row | with_interval("mean", values) | {"p": student_p(values)})
     for family in families:
@@ -271,22 +271,24 @@ def contrasts(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [row for family in families for row in family]
 
 
-def _differences(whole: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int, str, list[float]]]:
+def _differences(complete: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int, str, list[float]]]:
     """The family of a contrast, its name, and its value on each checkpoint."""
-    for other in ("none", "seq_TIS"):
-        yield 0, f"R3 - {other}", [float((own["R3"] - own[other]).mean()) for own in whole]
-    yield 0, "(R3 - R2) by updates", [float(np.polyfit(UPDATES, own["R3"] - own["R2"], 1)[0]) for own in whole]
+    for base in ("none", "seq_TIS"):
+        yield 0, f"R3 - {base}", [float((arms["R3"] - arms[base]).mean()) for arms in complete]
+    yield 0, "(R3 - R2) by updates", [float(np.polyfit(UPDATES, arms["R3"] - arms["R2"], 1)[0]) for arms in complete]
     for mask in MASKS:
-        yield 1, f"{mask} - {RANDOM}", [float((own[mask] - own[RANDOM]).mean()) for own in whole]
+        yield 1, f"{mask} - {RANDOM}", [float((arms[mask] - arms[RANDOM]).mean()) for arms in complete]
 
 
 def _by_arm(cells: Sequence[Mapping[str, Any]], name: str, number: int) -> Mapping[str, np.ndarray] | None:
     """Cosines of a checkpoint by arm, in the order of the updates; None unless every cell is there and known."""
-    here = {cell["updates"]: cell["arms"] for cell in cells if (cell["engine"], cell["checkpoint"]) == (name, number)}
-    if set(here) != set(UPDATES):
+    by_update = {
+        cell["updates"]: cell["arms"] for cell in cells if (cell["engine"], cell["checkpoint"]) == (name, number)
+    }
+    if set(by_update) != set(UPDATES):
         return None
-    found = {arm: np.array([here[ahead][arm]["learner"] for ahead in UPDATES]) for arm in ARMS}
-    return found if all(np.isfinite(values).all() for values in found.values()) else None
+    cosines = {arm: np.array([by_update[ahead][arm]["learner"] for ahead in UPDATES]) for arm in ARMS}
+    return cosines if all(np.isfinite(values).all() for values in cosines.values()) else None
 
 
 def draw(rows: Sequence[Row]) -> str:
@@ -294,12 +296,12 @@ def draw(rows: Sequence[Row]) -> str:
     parts: list[str] = []
     groups = (SHOWN, ("none", *MASKS, RANDOM))
     for (down, arms), (right, name) in itertools.product(enumerate(groups), enumerate(engines(NOISE, 0))):
-        here = [row for row in rows if row["engine"] == name]
-        left, top = 60 + 330 * right, 50 + 300 * down
-        panel = Panel(left, left + 190, len(UPDATES) + 0.5, 0, 1.3, top=top, bottom=top + 200)
+        points = [row for row in rows if row["engine"] == name]
+        x0, y0 = 60 + 330 * right, 50 + 300 * down
+        panel = Panel(x0, x0 + 190, len(UPDATES) + 0.5, 0, 1.3, top=y0, bottom=y0 + 200)
         parts += panel.frame(name, [(tick / 4, f"{tick / 4:.2f}") for tick in range(5)])
         parts += axis(panel, UPDATES, "updates ahead")
-        parts += lines(panel, {arm: [float(row["to_learner"]) for row in here if row["arm"] == arm] for arm in arms})
+        parts += lines(panel, {arm: [float(row["to_learner"]) for row in points if row["arm"] == arm] for arm in arms})
     return document(parts, 60 + 330 * len(engines(NOISE, 0)), 50 + 300 * len(groups))
 
 

@@ -8,9 +8,9 @@ over the learner's weights every L updates. Two objectives:
 - `oapl`: (beta log(pi / mu) - (R - V))^2 over whole answers, V = beta log E exp(R / beta);
 - `token`: token-level importance sampling without a bound, which has no such reference.
 
-A run is stable when its exact expected reward ends no lower than 95% of that of L = 1 with the same settings, and never
-falls by 30% from its highest value for good. ESS is 1 / (1 + chi2(pi || mu)), exact, mean over the moments just before
-a push.
+A run is stable when its exact expected reward ends no lower than 95% of the reward for L = 1 with the same settings,
+and never falls by 30% from its highest value for good. ESS is 1 / (1 + chi2(pi || mu)), exact, mean over the moments
+just before a push.
 """
 
 from __future__ import annotations
@@ -117,21 +117,21 @@ def direction(objective: str, chain: Chain, mu_SV: Array, pi_SV: Array, rng: np.
 def laws(rows: Sequence[Row]) -> Iterator[Row]:
     """For each objective and family: the exponent of the largest stable lag against ESS, over learning rates."""
     for objective, family in itertools.product(OBJECTIVES, FAMILIES):
-        found = []
+        points = []
         for rate in RATES:
-            mine = [row for row in rows if (row["objective"], row["family"], row["lr"]) == (objective, family, rate)]
-            steady = list(itertools.takewhile(lambda row: row["stable"] == row["of"], mine))
+            sweep = [row for row in rows if (row["objective"], row["family"], row["lr"]) == (objective, family, rate)]
+            steady = list(itertools.takewhile(lambda row: row["stable"] == row["of"], sweep))
             if steady:
-                found.append((float(steady[-1]["lag"]), float(steady[-1]["ess"])))
-        spread = len({ess for _, ess in found}) > 1 and len({lag for lag, _ in found}) > 1
+                points.append((float(steady[-1]["lag"]), float(steady[-1]["ess"])))
+        spread = len({ess for _, ess in points}) > 1 and len({lag for lag, _ in points}) > 1
         exponent = (
-            np.polyfit(np.log([e for _, e in found]), np.log([lag for lag, _ in found]), 1)[0] if spread else None
+            np.polyfit(np.log([e for _, e in points]), np.log([lag for lag, _ in points]), 1)[0] if spread else None
         )
         yield {
             "objective": objective,
             "family": family,
-            "largest_lags": " ".join(f"{lag:g}" for lag, _ in found) or "none",
-            "ess_there": " ".join(f"{ess:.2g}" for _, ess in found) or "none",
+            "largest_lags": " ".join(f"{lag:g}" for lag, _ in points) or "none",
+            "ess_there": " ".join(f"{ess:.2g}" for _, ess in points) or "none",
             "exponent": "not determined" if exponent is None else round(float(exponent), 2),
         }
 

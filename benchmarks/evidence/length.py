@@ -68,8 +68,8 @@ def measure(num_rows: int, seeds: int = SEEDS) -> Iterator[Row]:
     for (shape, made), (rule, fixed) in itertools.product(SHAPES.items(), RULES.items()):
         kept = [kept_by_length(rule, fixed, made, num_rows, seed) for seed in range(seeds)]
         for place, length in enumerate(LENGTHS):
-            own = with_interval("kept", [of_seed[place] for of_seed in kept])
-            yield {"shape": shape, "rule": rule, "tokens": length, **own}
+            kept_share = with_interval("kept", [of_seed[place] for of_seed in kept])
+            yield {"shape": shape, "rule": rule, "tokens": length, **kept_share}
 
 
 def kept_by_length(
@@ -84,9 +84,9 @@ def kept_by_length(
     evidences = [evidence(made(num_rows, length, generator)) for length in LENGTHS]
     rule, settings = corrections.get(name), {**fixed, "ratio": "total"}
     bound = corrections.calibrate(
-        rule, [corrections.scores(rule, each, **settings) for each in evidences], REJECTED, **settings
+        rule, [corrections.scores(rule, batch, **settings) for batch in evidences], REJECTED, **settings
     )
-    return [float(bound(each).keep.all(1).float().mean()) for each in evidences]
+    return [float(bound(batch).keep.all(1).float().mean()) for batch in evidences]
 
 
 def spread(number: int, length: int, generator: torch.Generator) -> Tensor:
@@ -117,13 +117,13 @@ def draw(rows: Sequence[Row]) -> str:
     """SVG: the kept share by length, one panel per shape."""
     parts: list[str] = []
     for right, shape in enumerate(SHAPES):
-        left = 60 + 500 * right
-        panel = Panel(left, left + 300, len(LENGTHS) + 0.5, 0, 1)
+        x0 = 60 + 500 * right
+        panel = Panel(x0, x0 + 300, len(LENGTHS) + 0.5, 0, 1)
         title = "every token a little off" if shape == "spread" else f"{FLIPPED:.0%} of tokens far off"
         parts += panel.frame(f"Rows kept, {title}", [(share / 4, f"{25 * share}%") for share in range(5)])
         parts += axis(panel, LENGTHS, "tokens of an answer")
-        here = [row for row in rows if row["shape"] == shape]
-        parts += lines(panel, {name: [float(row["kept"]) for row in here if row["rule"] == name] for name in SHOWN})
+        points = [row for row in rows if row["shape"] == shape]
+        parts += lines(panel, {name: [float(row["kept"]) for row in points if row["rule"] == name] for name in SHOWN})
     return document(parts, 60 + 500 * len(SHAPES), 360)
 
 

@@ -51,8 +51,8 @@ def finished(folder: Path, arm: str) -> list[Path]:
 
 def measure(runs: Sequence[Run]) -> Iterator[Row]:
     """One row per run, then their mean with its 95% interval."""
-    found = [(run, np.array(points(run))) for run in runs]
-    for run, gap_and_masked in found:
+    points_by_run = [(run, np.array(points(run))) for run in runs]
+    for run, gap_and_masked in points_by_run:
         gap, masked = gap_and_masked.T
         yield {
             "run": run.name,
@@ -62,12 +62,12 @@ def measure(runs: Sequence[Run]) -> Iterator[Row]:
             "rank_correlation": rank_correlation(gap, masked),
             "exponent": exponent(gap, masked),
         }
-    ranks = [rank_correlation(*each.T) for _, each in found]
+    ranks = [rank_correlation(*gap_and_masked.T) for _, gap_and_masked in points_by_run]
     yield {
-        "runs": len(found),
+        "runs": len(points_by_run),
         "rank_correlation": statistics.fmean(ranks),
         "lowest": min(ranks),
-        **with_interval("exponent", [exponent(*each.T) for _, each in found], "exponent_"),
+        **with_interval("exponent", [exponent(*gap_and_masked.T) for _, gap_and_masked in points_by_run], "exponent_"),
     }
 
 

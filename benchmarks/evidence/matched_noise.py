@@ -74,7 +74,7 @@ def solved_sums() -> tuple[Tensor, Tensor]:
     """Sums with their working, ids `[B, R]` padded to the right, and True `[B, R]` on tokens."""
     rng = random.Random("matched-noise")
     problems = [draw(rng, MAX_DIGITS, held_out=False) for _ in range(PROBLEMS)]
-    rows = [[BOS, *(ID_OF[c] for c in one.prompt + one.solution(with_working=True))] for one in problems]
+    rows = [[BOS, *(ID_OF[c] for c in problem.prompt + problem.solution(with_working=True))] for problem in problems]
     width = max(map(len, rows))
     ids = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
     return ids, torch.arange(width) < torch.tensor([[len(row)] for row in rows])

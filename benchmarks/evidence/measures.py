@@ -1,8 +1,8 @@
 """Named measures: each computes a figure that a page states from a result file.
 
 A measure takes words (the name of a result file, columns, `column=value` filters) and gives a number, a number with its
-95% interval, or a word. Those here read cells of any file. `suite_measures.py` has differences between the runs of
-suites, which are recomputed from the values of the runs, and `task_measures.py` what single sections need.
+95% interval, or a word. The measures here read cells of any file. `suite_measures.py` has differences between the runs
+of suites, which are recomputed from the values of the runs, and `task_measures.py` what single sections need.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows(file: str) -> Sequence[Mapping[str, Any]]:
 
 def matching(file: str, filters: Sequence[str]) -> list[Mapping[str, Any]]:
     """Rows whose columns have these values (`column=value`). Raises `LookupError` where there is none."""
-    pairs = [each.split("=", 1) for each in filters]
+    pairs = [condition.split("=", 1) for condition in filters]
     kept = [row for row in rows(file) if all(column in row and _same(row[column], value) for column, value in pairs)]
     if not kept:
         raise LookupError(f"{file} has no row with {' '.join(filters)}")

@@ -77,9 +77,9 @@ def problems(num: int, seed: str) -> list[ArithmeticProblem]:
 
 
 @torch.no_grad()
-def sample(causal: Any, asked: Sequence[Problem], group: int, max_new: int, seed: int) -> Answers:
+def sample(causal: Any, tasks: Sequence[Problem], group: int, max_new: int, seed: int) -> Answers:
     """`group` answers to each problem at temperature 1, to prompts of one length."""
-    prompts = torch.tensor([[BOS, *(ID_OF[character] for character in one.prompt)] for one in asked])
+    prompts = torch.tensor([[BOS, *(ID_OF[character] for character in task.prompt)] for task in tasks])
     prompts = prompts.repeat_interleave(group, 0)
     draw = torch.Generator().manual_seed(seed)
     inputs, cache, tokens, running = prompts, None, [], [torch.ones(len(prompts), dtype=torch.bool)]
@@ -92,18 +92,18 @@ def sample(causal: Any, asked: Sequence[Problem], group: int, max_new: int, seed
         if not running[-1].any():
             break
     answers_BT, sampled_BT = torch.stack(tokens, 1), torch.stack(running[:-1], 1)
-    before = torch.zeros(len(prompts), prompts.shape[1] - 1, dtype=torch.bool)
-    rewards = [float(_solved(asked[place // group], row)) for place, row in enumerate(answers_BT.tolist())]
-    sampled = torch.cat((before, sampled_BT), 1)
+    prompt_columns = torch.zeros(len(prompts), prompts.shape[1] - 1, dtype=torch.bool)
+    rewards = [float(_solved(tasks[place // group], row)) for place, row in enumerate(answers_BT.tolist())]
+    sampled = torch.cat((prompt_columns, sampled_BT), 1)
     scored = torch.tensor(rewards)
     return Answers(torch.cat((prompts, answers_BT), 1), sampled, scored, advantages(scored, group, sampled.shape[1]))
 
 
 def advantages(rewards: Tensor, group: int, columns: int) -> Tensor:
     """`[B, columns]`: each reward `[B]` less the mean of the others of its group, whose answers stand together."""
-    of_prompt = rewards.view(-1, group)
-    others = (of_prompt.sum(1, keepdim=True) - of_prompt) / (group - 1)
-    return (of_prompt - others).reshape(-1, 1).expand(-1, columns)
+    prompt_rewards = rewards.view(-1, group)
+    mean_of_rest = (prompt_rewards.sum(1, keepdim=True) - prompt_rewards) / (group - 1)
+    return (prompt_rewards - mean_of_rest).reshape(-1, 1).expand(-1, columns)
 
 
 def _solved(problem: Problem, row: list[int]) -> bool:

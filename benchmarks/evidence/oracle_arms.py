@@ -48,7 +48,7 @@ class Sampled:
     Attributes:
         half: 0 or 1.
         rollout_logprobs: `[B, R]` of the engine.
-        routes: by replay, those of the learner's passes.
+        routes: by replay, for the learner's passes.
         anchors: by replay, `[B, R]` log-probs of the learner at the weights that the engine got.
     """
 
@@ -59,7 +59,7 @@ class Sampled:
     anchors: Mapping[str, Tensor]
 
     def ratios(self, replay: str, current: Tensor) -> LogRatios:
-        """Those of `current` `[B, R]`, a pass with the same replay."""
+        """Ratios of `current` `[B, R]`, a pass with the same replay."""
         return LogRatios(self.rollout_logprobs, self.anchors[replay], current, self.answers.sampled)
 
     def rows(self, rows: Tensor) -> Sampled:
@@ -74,13 +74,13 @@ class Sampled:
 
 
 def routes_of(learner: Recorded, engine: Recorded) -> Mapping[str, RouteSource]:
-    """The source of each replay: R2 has the routes of the learner's first pass, R3 those of the engine."""
+    """The source of each replay: R2 has the routes of the learner's first pass, R3 the engine's."""
     return {"native": Native(), "R2": ReplayRecorded(learner), "R3": ReplayRecorded(engine)}
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of every arm on one cell, and what was measured beside them.
+    """Gradients of every arm on one cell, and measurements beside them.
 
     Attributes:
         arms: by arm.
@@ -129,7 +129,7 @@ def gradients(causal: Any, batches: Sequence[Sampled], *, moved: bool, seed: int
 def on_policy(causal: Any, batches: Sequence[tuple[int, Answers]]) -> Halves:
     """The gradient of J at the weights of `causal`, from batches of its own answers, each with its half."""
     parts = [(half, policy_gradient(causal, answers)) for half, answers in batches]
-    first, second = (torch.stack([part for own, part in parts if own == half]).mean(0) for half in (0, 1))
+    first, second = (torch.stack([part for part_half, part in parts if part_half == half]).mean(0) for half in (0, 1))
     return Halves(first, second, sum(len(answers.ids) for _, answers in batches))
 
 
@@ -141,14 +141,14 @@ def policy_gradient(causal: Any, answers: Answers) -> Tensor:
     return -gradient(causal, policy_loss(answers, current.detach(), current)) / len(answers.ids)
 
 
-def policy_loss(answers: Answers, before: Tensor, current: Tensor) -> Tensor:
-    """The loss of the arms without a mismatch of engines, from log-probs `before` `[B, R]`, summed over answers."""
-    return _loss(answers, LogRatios(before, before, current, answers.sampled), current, None)
+def policy_loss(answers: Answers, old_logprobs: Tensor, current: Tensor) -> Tensor:
+    """The loss of the arms without a mismatch of engines, of `old_logprobs` `[B, R]`, summed over answers."""
+    return _loss(answers, LogRatios(old_logprobs, old_logprobs, current, answers.sampled), current, None)
 
 
 @torch.no_grad()
 def _seen(causal: Any, replayer: HFReplayer, batch: Sampled, moved: bool) -> Evidence:
-    """What a rule that reads the total ratio judges."""
+    """Evidence for a rule that reads the total ratio."""
     anchor = batch.anchors["native"]
     current = forward(causal, replayer, batch.answers, Native())[0] if moved else anchor
     return Evidence(batch.ratios("native", current), batch.answers.advantages)
@@ -156,17 +156,17 @@ def _seen(causal: Any, replayer: HFReplayer, batch: Sampled, moved: bool) -> Evi
 
 def rejections(seen: Sequence[Evidence], seed: int) -> Mapping[str, list[Tensor]]:
     """By mask and batch, the answers `[D]` that it drops: `REJECTED` of them all, by thresholds or at random."""
-    found = {}
+    rejected = {}
     for arm, (name, fixed) in MASKS.items():
-        known = corrections.get(name)
+        rule = corrections.get(name)
         bound = corrections.calibrate(
-            known, [corrections.scores(known, one, **fixed) for one in seen], REJECTED, **fixed
+            rule, [corrections.scores(rule, evidence, **fixed) for evidence in seen], REJECTED, **fixed
         )
-        found[arm] = [(~bound(one).keep & one.mask).any(1).nonzero()[:, 0] for one in seen]
-    sizes = [len(one.mask) for one in seen]
+        rejected[arm] = [(~bound(evidence).keep & evidence.mask).any(1).nonzero()[:, 0] for evidence in seen]
+    sizes = [len(evidence.mask) for evidence in seen]
     order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(seed))
     drawn = torch.split(order < round(REJECTED * sum(sizes)), sizes)
-    return {**found, RANDOM: [drop.nonzero()[:, 0] for drop in drawn]}
+    return {**rejected, RANDOM: [drop.nonzero()[:, 0] for drop in drawn]}
 
 
 def _loss(answers: Answers, ratios: LogRatios, current: Tensor, rule: str | None) -> Tensor:

@@ -21,7 +21,7 @@ def run(
     measure: Callable[[argparse.Namespace], Iterable[Row]],
     draw: Callable[[Sequence[Row]], str],
 ) -> int:
-    """Read the command line, measure on one thread, report, and draw what `--picture` asks for; the exit status."""
+    """Read the command line, measure on one thread, report, and draw the `--picture` if any; the exit status."""
     parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

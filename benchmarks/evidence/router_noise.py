@@ -2,10 +2,10 @@
 
 `python -m benchmarks.evidence.router_noise [--out FOLDER] [--only-report] [--json FILE]` makes the start, and runs the
 arms `none` and `R3` of `examples/experiments/collapse.yaml`, both at once. It draws their rewards and their engine k3
-over the steps, and says in words whether each died, fell or lived, and whether the tail of the engines' ratios had
-warned before the reward turned. It also says what two policies solve of the held-out sums: the engine's, whose routers
-are noisy, and the exported one with its own routes. The status is 0 when with replay the reward did not turn and ended
-higher by 0.1 and more. What is judged are means of ten steps.
+over the steps. It prints whether each died, fell or lived, whether the tail of the engines' ratios had warned before
+the reward turned, and the share of the held-out sums that two policies solve: the engine's, whose routers are noisy,
+and the exported one with its own routes. The status is 0 when with replay the reward did not turn and ended higher by
+0.1 and more. The judged values are means of ten steps.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run, draw and say; the exit status."""
+    """Run, draw and report; the exit status."""
     if not args.only_report:
         start.main([])
         if status := run_experiment(FILE, args.out, jobs=len(ARMS)):
@@ -108,14 +108,14 @@ def show(args: argparse.Namespace) -> int:
     report("Rewards and engine k3 of each run, means of ten steps", list(rows(args.out)), args.json)
     picture = args.out / "collapse.svg"
     picture.write_text(draw(courses), encoding="utf-8")
-    said, shown = verdict(courses["none"], courses["R3"])
-    said += solved({arm: policies(folder) for arm, folder in folders.items()})
-    print("\n" + "\n".join(said) + f"\npicture: {picture}")
+    sentences, shown = verdict(courses["none"], courses["R3"])
+    sentences += solved({arm: policies(folder) for arm, folder in folders.items()})
+    print("\n" + "\n".join(sentences) + f"\npicture: {picture}")
     return 0 if shown else 1
 
 
 def course(run: Path) -> Course:
-    """What a run measured at each of its steps."""
+    """Measurements of a run at each of its steps."""
     rows = [row for row in read_metrics(run) if "reward/mean" in row]
     if len(rows) < SMOOTHED:
         raise MoeTrmError(
@@ -129,7 +129,7 @@ def rows(folder: Path) -> Iterator[Row]:
     """Every run of the folder, of other arms and seeds too."""
     for metrics in sorted(folder.glob("*-seed*/metrics.jsonl")):
         measured = {f"{name}_solves": share for name, share in policies(metrics.parent).items()}
-        yield told(metrics.parent.name, course(metrics.parent)) | measured
+        yield course_row(metrics.parent.name, course(metrics.parent)) | measured
 
 
 def policies(run: Path) -> dict[str, float | str]:
@@ -143,55 +143,57 @@ def policies(run: Path) -> dict[str, float | str]:
 def solved(by_arm: Mapping[str, Mapping[str, float | str]]) -> list[str]:
     """A sentence for each arm."""
     return [
-        f"{arm}: of the held-out sums the noisy engine solves {text_of(own['engine'])}, and the exported policy with "
-        f"its own routes {text_of(own['exported'])}."
-        for arm, own in by_arm.items()
+        f"{arm}: of the held-out sums the noisy engine solves {text_of(shares['engine'])}, and the exported policy "
+        f"with its own routes {text_of(shares['exported'])}."
+        for arm, shares in by_arm.items()
     ]
 
 
-def told(run: str, own: Course) -> Row:
+def course_row(run: str, course: Course) -> Row:
     """The course of a run in a row."""
-    reward, k3 = smoothed(own.rewards), smoothed(own.k3)
+    reward, k3 = smoothed(course.rewards), smoothed(course.k3)
     return {
         "run": run,
-        "steps": len(own.rewards),
+        "steps": len(course.rewards),
         "reward_first": reward[0],
         "reward_best": max(reward),
         "reward_last": reward[-1],
         "k3_first": k3[0],
         "k3_last": k3[-1],
-        "k3_doubled_at": own.grown or "never",
-        "warned_at": (own.warned or "never") if own.tail else "not measured",
-        "reward_turned_at": own.turned or "never",
-        "fate": own.fate,
+        "k3_doubled_at": course.grown or "never",
+        "warned_at": (course.warned or "never") if course.tail else "not measured",
+        "reward_turned_at": course.turned or "never",
+        "fate": course.fate,
     }
 
 
 def verdict(none: Course, replayed: Course) -> tuple[list[str], bool]:
-    """What the two runs show, in sentences, and whether it is what was expected."""
-    said = [
+    """Findings of the two runs, in sentences, and True when they are as expected."""
+    sentences = [
         _lived("Without replay", none),
         _lived("With the rollout's routes replayed (R3)", replayed),
     ]
     turned, warned = none.turned, none.warned
     if turned is None:
-        said.append("Without replay the reward did not turn, so there is nothing that a figure could have warned of.")
+        sentences.append(
+            "Without replay the reward did not turn, so there is nothing that a figure could have warned of."
+        )
     elif warned is None:
-        said.append(f"Its reward turned at step {turned}, and {TAIL} did not warn.")
+        sentences.append(f"Its reward turned at step {turned}, and {TAIL} did not warn.")
     else:
         order = f"{turned - warned} steps before" if warned < turned else "which is not before"
-        said.append(f"At step {warned} {TAIL} warned, {order} the reward turned (step {turned}).")
+        sentences.append(f"At step {warned} {TAIL} warned, {order} the reward turned (step {turned}).")
     if replayed.warned is not None:
-        said.append(f"With replay it warned too, at step {replayed.warned}.")
+        sentences.append(f"With replay it warned too, at step {replayed.warned}.")
     gain = smoothed(replayed.rewards)[-1] - smoothed(none.rewards)[-1]
-    said.append(f"With replay the reward ended {gain:+.2f} from that without.")
+    sentences.append(f"With replay the reward ended {gain:+.2f} from the reward without.")
     shown = replayed.turned is None and gain >= GAINED
-    said.append(
+    sentences.append(
         "This is one seed: docs/evidence.md has several, and what they do not show."
         if shown
         else f"NOT AS EXPECTED: with replay the reward should not turn, and should end higher by {GAINED} and more."
     )
-    return said, shown
+    return sentences, shown
 
 
 def _lived(who: str, course: Course) -> str:
@@ -204,15 +206,15 @@ def _lived(who: str, course: Course) -> str:
 
 def draw(courses: Mapping[str, Course]) -> str:
     """SVG: rewards to the left, engine k3 to the right, and where it warned and turned without replay."""
-    steps = max(len(each.rewards) for each in courses.values())
+    steps = max(len(course.rewards) for course in courses.values())
     reward, k3 = Panel(60, 450, steps, 0, 1), Panel(570, 930, steps, 1e-4, 10, log=True)
     parts = reward.frame("Mean reward, ten steps each", [(tick / 4, f"{tick / 4:.2f}") for tick in range(5)])
     parts += k3.frame("Engine k3, nats, ten steps each", [(10.0**tick, f"1e{tick}") for tick in range(-4, 2)])
     for panel in (reward, k3):
         parts += [panel.below(panel.x(step), str(step)) for step in range(0, steps + 1, steps // 4)]
         parts.append(panel.below((panel.left + panel.right) / 2, "training step", line=1))
-    for place, (arm, own) in enumerate(courses.items()):
-        for panel, values in ((reward, own.rewards), (k3, own.k3)):
+    for place, (arm, course) in enumerate(courses.items()):
+        for panel, values in ((reward, course.rewards), (k3, course.k3)):
             parts.append(_line(panel, smoothed(values), ARMS[arm]))
             parts.append(text(panel.left + 10, panel.top + 14 + 16 * place, arm, colour=ARMS[arm]))
     parts += list(_marks(reward, k3, courses["none"]))
@@ -225,11 +227,11 @@ def _line(panel: Panel, smooth: Sequence[float], colour: str) -> str:
 
 
 def _marks(reward: Panel, k3: Panel, none: Course) -> Iterator[str]:
-    for panel, step, said in ((reward, none.turned, "reward turns"), (k3, none.warned, "warned")):
+    for panel, step, label in ((reward, none.turned, "reward turns"), (k3, none.warned, "warned")):
         if step is not None:
             x = panel.x(step)
             yield f'<path d="M{x:.1f} {panel.top}V{panel.bottom}" stroke="{NATIVE}" stroke-dasharray="4 4"/>'
-            yield text(x + 6, panel.bottom - 8, f"{said}: step {step}", colour=NATIVE)
+            yield text(x + 6, panel.bottom - 8, f"{label}: step {step}", colour=NATIVE)
 
 
 if __name__ == "__main__":

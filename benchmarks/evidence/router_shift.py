@@ -39,21 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(runs: Mapping[str, Sequence[Run]]) -> Iterator[Row]:
     """One row per arm with its means, then all runs with their 95% intervals."""
-    found = {arm: [correlations(run) for run in own] for arm, own in runs.items()}
-    for arm, own in found.items():
-        yield {"arm": arm, "runs": len(own), **{name: statistics.fmean(one[name] for one in own) for name in NAMES}}
-    every = [one for own in found.values() for one in own]
+    correlations_by_arm = {arm: [correlations(run) for run in arm_runs] for arm, arm_runs in runs.items()}
+    for arm, rows in correlations_by_arm.items():
+        yield {"arm": arm, "runs": len(rows), **{name: statistics.fmean(row[name] for row in rows) for name in NAMES}}
+    all_rows = [row for rows in correlations_by_arm.values() for row in rows]
     for name in NAMES:
-        yield {"correlation": name, "runs": len(every), **with_interval("mean", [one[name] for one in every])}
-    ahead = [one["shift_first"] - one["k3_itself"] for one in every]
-    yield {"correlation": "shift_first - k3_itself", "runs": len(every), **with_interval("mean", ahead)}
+        yield {"correlation": name, "runs": len(all_rows), **with_interval("mean", [row[name] for row in all_rows])}
+    ahead = [row["shift_first"] - row["k3_itself"] for row in all_rows]
+    yield {"correlation": "shift_first - k3_itself", "runs": len(all_rows), **with_interval("mean", ahead)}
 
 
 def correlations(run: Run) -> dict[str, float]:
     """By name, over the steps that have both."""
-    known = [dict(run.series(metric)) for metric in (SHIFT, K3)]
-    steps = [step for step in sorted(known[0].keys() & known[1].keys()) if step >= FROM_STEP]
-    shift, k3 = (np.array([values[step] for step in steps], dtype=float) for values in known)
+    series = [dict(run.series(metric)) for metric in (SHIFT, K3)]
+    steps = [step for step in sorted(series[0].keys() & series[1].keys()) if step >= FROM_STEP]
+    shift, k3 = (np.array([values[step] for step in steps], dtype=float) for values in series)
     return {
         "same": rank_correlation(shift, k3),
         "shift_first": rank_correlation(shift[:-1], k3[1:]),

@@ -38,21 +38,21 @@ class Halves:
         return float((self.first - self.second).square().sum()) * self.num_answers / 4
 
 
-def inner(left: Halves, right: Halves) -> float:
-    """<E left, E right>, unbiased."""
-    return (float(left.first @ right.second) + float(left.second @ right.first)) / 2
+def inner(a: Halves, b: Halves) -> float:
+    """<E a, E b>, unbiased."""
+    return (float(a.first @ b.second) + float(a.second @ b.first)) / 2
 
 
-def cosine(left: Halves, right: Halves) -> float:
-    """cos(E left, E right); NaN where the answers are too few to give a squared norm above 0."""
-    squares = inner(left, left), inner(right, right)
-    return inner(left, right) / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan
+def cosine(a: Halves, b: Halves) -> float:
+    """cos(E a, E b); NaN where the answers are too few to give a squared norm above 0."""
+    squares = inner(a, a), inner(b, b)
+    return inner(a, b) / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan
 
 
 def progress_share(estimate: Halves, oracle: Halves, batch: int) -> float:
-    """Progress <grad J, E g>^2 / (tr Cov(g) / batch + |Bias(g)|^2) of a batch, as its share of that on policy.
+    """Progress <grad J, E g>^2 / (tr Cov(g) / batch + |Bias(g)|^2) of a batch, as a share of it on policy.
 
-    On policy the mean is grad J, the variance that of `oracle`, and there is no bias.
+    On policy the mean is grad J, the variance is taken from `oracle`, and there is no bias.
     """
     squared_bias = max(0.0, inner(estimate - oracle, estimate - oracle))
     progress = inner(estimate, oracle) ** 2 / (estimate.variance / batch + squared_bias)

@@ -1,9 +1,9 @@
-"""Figures of a suite of runs from what has run: JSON with every run, a table in Markdown, and a picture.
+"""Figures of a suite of runs: JSON with every run, a table in Markdown, and a picture.
 
 `python -m benchmarks.evidence.suite_figures [FILE] [--out FOLDER] [--joined FILE] [--json FILE] [--table FILE]
 [--picture FILE]`. `FILE` is the experiment's, and `FOLDER` where it ran. `--joined` names the JSON of earlier runs of
-the same file, whose folder is gone: seeds that the folder lacks are taken from it. `benchmarks/evidence/suites.py` says
-what is compared. Differences are taken between runs of the same seed.
+the same file, whose folder is gone: seeds that the folder lacks are taken from it. `benchmarks/evidence/suites.py`
+lists the comparisons. Differences are taken between runs of the same seed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_trm.tools.experiment.tables import NOT_MEASURED, Table
 FILE = Path("benchmarks/evidence/staleness.yaml")
 LEFT, RIGHT, TOP, LINE = 150, 560, 60, 26
 STATE = ("state", "reason", "attempts", "earlier")
-"""What the JSON keeps of the state of a run."""
+"""Fields of the state of a run that the JSON keeps."""
 TICK = 40
 """Least distance of two labels of the axis."""
 
@@ -52,17 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     earlier = json.loads(args.joined.read_text(encoding="utf-8")) if args.joined else {"rows": [], "runs": []}
     arms = [joined(arm, earlier, suite, plan.file.steps) for arm in read_arms(plan, states)]
     arms = [arm for arm in arms if arm.runs or arm.failed]
-    found = list(comparisons(arms, suite))
+    differences = list(comparisons(arms, suite))
     details = {
         "experiment": about(plan, states),
         **({"joined": earlier["experiment"]} if args.joined else {}),
-        "arms": {arm.name: {key: own for key, (_, own) in plan.apart(arm.name).items()} for arm in arms},
+        "arms": {arm.name: {key: value for key, (_, value) in plan.apart(arm.name).items()} for arm in arms},
         "runs": [{"run": s.run, **{key: getattr(s, key) for key in STATE}} for arm in arms for s in arm.states],
     }
-    rows = [*(arm_row(arm, suite) for arm in arms), *map(difference_row, found)]
+    rows = [*(arm_row(arm, suite) for arm in arms), *map(difference_row, differences)]
     report("Held-out success at the end, by arm; then paired differences", rows, args.json, details)
     if args.table:
-        parts = [made.markdown() for made in (arm_table(arms, suite), difference_table(found))]
+        parts = [made.markdown() for made in (arm_table(arms, suite), difference_table(differences))]
         args.table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     if args.picture:
         args.picture.write_text(draw(arms, suite), encoding="utf-8")
@@ -79,11 +79,11 @@ def joined(arm: Arm, earlier: Mapping[str, Any], suite: Suite, last: int) -> Arm
             states[int(seed)] = RunState(run=state["run"], arm=name, seed=int(seed), **kept)
         if name == arm.name and state["state"] == "finished":
             rows[int(seed)] = {"step": last}
-    told: Row = next((row for row in earlier["rows"] if row.get("arm") == arm.name), {})
+    earlier_row: Row = next((row for row in earlier["rows"] if row.get("arm") == arm.name), {})
     for figure in (*suite.compared, *suite.beside):
-        own = str(told.get(f"{figure.name}_runs", "")).split()
-        if figure.by is None and len(figure.metrics) == 1 and len(own) == len(rows):
-            for row, value in zip(rows.values(), own, strict=True):
+        words = str(earlier_row.get(f"{figure.name}_runs", "")).split()
+        if figure.by is None and len(figure.metrics) == 1 and len(words) == len(rows):
+            for row, value in zip(rows.values(), words, strict=True):
                 row[figure.metrics[0]] = float(value)
     runs = {seed: Run(Path(f"{arm.name}-seed{seed}"), {}, [row], ()) for seed, row in rows.items()} | dict(arm.runs)
     ordered = tuple(states[seed] for seed in sorted(states))
@@ -98,15 +98,19 @@ def values(arm: Arm, figure: Figure, late: int) -> dict[int, float]:
     if figure.by is not None:
         if figure.by not in arm.evaluations:
             return {}
-        told = zip(arm.runs, arm.evaluations[figure.by], strict=True)
-        return {seed: sum(own[m] for m in figure.metrics) for seed, own in told if own.keys() >= set(figure.metrics)}
-    found = {}
+        pairs = zip(arm.runs, arm.evaluations[figure.by], strict=True)
+        return {
+            seed: sum(answers[m] for m in figure.metrics)
+            for seed, answers in pairs
+            if answers.keys() >= set(figure.metrics)
+        }
+    by_seed = {}
     for seed, run in arm.runs.items():
         parts = [_of(run, metric, late) for metric in figure.metrics]
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            found[seed] = sum(known)
-    return found
+        present = [part for part in parts if part is not None]
+        if len(present) == len(parts):
+            by_seed[seed] = sum(present)
+    return by_seed
 
 
 def _of(run: Run, metric: str, late: int) -> float | None:
@@ -122,60 +126,60 @@ def arm_row(arm: Arm, suite: Suite) -> Row:
     """Means over seeds, and each run's value."""
     row: Row = {"arm": arm.name, "finished": len(arm.runs), "failed": len(arm.failed)}
     for figure in (*suite.compared, *suite.beside):
-        own = values(arm, figure, suite.late).values()
-        row[figure.name] = fmean(own) if own else NOT_MEASURED
-        row[f"{figure.name}_runs"] = " ".join(f"{value:.4g}" for value in own) or NOT_MEASURED
+        numbers = values(arm, figure, suite.late).values()
+        row[figure.name] = fmean(numbers) if numbers else NOT_MEASURED
+        row[f"{figure.name}_runs"] = " ".join(f"{value:.4g}" for value in numbers) or NOT_MEASURED
     return row
 
 
 def comparisons(arms: Sequence[Arm], suite: Suite) -> Iterator[Comparison]:
     """Every difference of which a seed has both sides: arm by arm, then between gains."""
-    known = {arm.name: arm for arm in arms}
-    for first, others in suite.against.items():
+    by_name = {arm.name: arm for arm in arms}
+    for first, bases in suite.against.items():
         for figure in suite.compared:
-            for other in others or [name for name in known if name != first]:
-                if first in known and other in known:
-                    own = {name: values(known[name], figure, suite.late) for name in (first, other)}
-                    yield from _paired(known[first], own[first], known[other], own[other], figure)
+            for base in bases or [name for name in by_name if name != first]:
+                if first in by_name and base in by_name:
+                    sides = {name: values(by_name[name], figure, suite.late) for name in (first, base)}
+                    yield from _paired(by_name[first], sides[first], by_name[base], sides[base], figure)
     for gains in suite.crossings:
-        if all(name in known for gain in gains for name in gain):
+        if all(name in by_name for gain in gains for name in gain):
             for figure in suite.compared:
-                before, after = (_gain(known, gain, figure, suite.late) for gain in gains)
-                yield from _paired(*before, *after, figure)
+                first_gain, second_gain = (_gain(by_name, gain, figure, suite.late) for gain in gains)
+                yield from _paired(*first_gain, *second_gain, figure)
 
 
-def _gain(known: Mapping[str, Arm], gain: Gain, figure: Figure, late: int) -> tuple[Arm, dict[int, float]]:
+def _gain(by_name: Mapping[str, Arm], gain: Gain, figure: Figure, late: int) -> tuple[Arm, dict[int, float]]:
     """The difference of two arms as if it were an arm, with its value for each seed that both have."""
-    above, below = (values(known[name], figure, late) for name in gain)
-    both = Arm(" - ".join(gain), {}, tuple(state for name in gain for state in known[name].states))
-    return both, {seed: above[seed] - below[seed] for seed in above.keys() & below.keys()}
+    above, below = (values(by_name[name], figure, late) for name in gain)
+    difference = Arm(" - ".join(gain), {}, tuple(state for name in gain for state in by_name[name].states))
+    return difference, {seed: above[seed] - below[seed] for seed in above.keys() & below.keys()}
 
 
 def _paired(
-    first: Arm, low: Mapping[int, float], other: Arm, high: Mapping[int, float], figure: Figure
+    first: Arm, low: Mapping[int, float], second: Arm, high: Mapping[int, float], figure: Figure
 ) -> Iterator[Comparison]:
     pairs = tuple((seed, low[seed], high[seed]) for seed in sorted(low.keys() & high.keys()))
     if pairs:
-        yield Comparison(Measure(figure.source, " + ".join(figure.metrics)), "", first, other, pairs)
+        yield Comparison(Measure(figure.source, " + ".join(figure.metrics)), "", first, second, pairs)
 
 
-def difference_row(found: Comparison) -> Row:
-    """A paired difference, and what may be said."""
-    low, high = found.difference.interval or ("none", "none")
+def difference_row(comparison: Comparison) -> Row:
+    """A paired difference, and how certain it is."""
+    low, high = comparison.difference.interval or ("none", "none")
     return {
-        "difference": _name(found),
-        "in": found.measure.words,
-        "pairs": len(found.pairs),
-        "mean": found.difference.mean,
+        "difference": _name(comparison),
+        "in": comparison.measure.words,
+        "pairs": len(comparison.pairs),
+        "mean": comparison.difference.mean,
         "low": low,
         "high": high,
-        "p": found.difference.p,
-        "may_be_said": found.certainty,
+        "p": comparison.difference.p,
+        "may_be_said": comparison.certainty,
     }
 
 
-def _name(found: Comparison) -> str:
-    names = (found.other.name, found.first.name)
+def _name(comparison: Comparison) -> str:
+    names = (comparison.other.name, comparison.first.name)
     return " - ".join(f"({name})" if " - " in name else name for name in names)
 
 
@@ -183,54 +187,64 @@ def arm_table(arms: Sequence[Arm], suite: Suite) -> Table:
     """Means over seeds with their intervals."""
     figures = (*suite.compared, *suite.beside)
     rows = tuple(
-        (arm.name, arm.runs_in_words, *(_told(list(values(arm, figure, suite.late).values())) for figure in figures))
+        (
+            arm.name,
+            arm.runs_in_words,
+            *(_mean_text(list(values(arm, figure, suite.late).values())) for figure in figures),
+        )
         for arm in arms
     )
-    note = f"Means over seeds with 95% intervals. What is no evaluation is the mean from step {suite.late} on."
+    note = f"Means over seeds with 95% intervals. Figures that are no evaluations are means from step {suite.late} on."
     return Table("Arms", note, ("arm", "runs", *(figure.source for figure in figures)), rows)
 
 
-def difference_table(found: Sequence[Comparison]) -> Table:
-    """Paired differences, and what may be said."""
+def difference_table(comparisons: Sequence[Comparison]) -> Table:
+    """Paired differences, and how certain they are."""
     rows = tuple(
-        (_name(each), each.measure.words, str(len(each.pairs)), each.difference_in_words, each.certainty)
-        for each in found
+        (
+            _name(comparison),
+            comparison.measure.words,
+            str(len(comparison.pairs)),
+            comparison.difference_in_words,
+            comparison.certainty,
+        )
+        for comparison in comparisons
     )
     note = "Between runs of the same seed. Nothing is corrected for the number of comparisons."
     return Table("Paired differences", note, ("arms", "in", "pairs", "difference", "may be said"), rows)
 
 
-def _told(own: Sequence[float]) -> str:
-    if not own:
+def _mean_text(numbers: Sequence[float]) -> str:
+    if not numbers:
         return NOT_MEASURED
-    interval = around_mean(own)
-    return short(fmean(own)) + (f" [{short(interval[0])}, {short(interval[1])}]" if interval else " (one run)")
+    interval = around_mean(numbers)
+    return short(fmean(numbers)) + (f" [{short(interval[0])}, {short(interval[1])}]" if interval else " (one run)")
 
 
 def draw(arms: Sequence[Arm], suite: Suite) -> str:
     """SVG: every run as a circle, the mean as a line with its 95% interval, an arm to a line; the first figure."""
-    known = [(arm, list(own.values())) for arm in arms if (own := values(arm, suite.compared[0], suite.late))]
-    low, high = (bound(v for _, own in known for v in own) for bound in (min, max))
+    shown = [(arm, list(by_seed.values())) for arm in arms if (by_seed := values(arm, suite.compared[0], suite.late))]
+    low, high = (bound(v for _, numbers in shown for v in numbers) for bound in (min, max))
     low, high = max(0.0, low - 0.08), min(1.0, high + 0.08)
 
     def x(value: float) -> float:
         return LEFT + (RIGHT - LEFT) * (min(max(value, low), high) - low) / (high - low)
 
     parts = [text(LEFT, 28, suite.title, size=15, weight=600)]
-    bottom = TOP + LINE * len(known)
-    apart = next(apart for apart in (1, 2, 4) if (RIGHT - LEFT) * apart / 20 >= TICK * (high - low))
-    ticks = [tick / 20 for tick in range(0, 21, apart) if low <= tick / 20 <= high]
+    bottom = TOP + LINE * len(shown)
+    spacing = next(spacing for spacing in (1, 2, 4) if (RIGHT - LEFT) * spacing / 20 >= TICK * (high - low))
+    ticks = [tick / 20 for tick in range(0, 21, spacing) if low <= tick / 20 <= high]
     for tick in ticks:
         parts.append(f'<path d="M{x(tick):.1f} {TOP - 14}V{bottom - 8}" stroke="#e2e8f0"/>')
         parts.append(text(x(tick), bottom + 10, f"{tick:.2f}", anchor="middle", colour=MUTED))
-    for place, (arm, found) in enumerate(known):
+    for place, (arm, numbers) in enumerate(shown):
         y, colour = TOP + LINE * place, COLOURS[place % len(COLOURS)]
-        parts.append(text(LEFT - 12, y + 4, f"{arm.name} ({len(found)})", anchor="end", colour=INK))
-        interval = around_mean(found)
+        parts.append(text(LEFT - 12, y + 4, f"{arm.name} ({len(numbers)})", anchor="end", colour=INK))
+        interval = around_mean(numbers)
         if interval is not None:
             parts.append(f'<path d="M{x(interval[0]):.1f} {y}H{x(interval[1]):.1f}" stroke="{colour}"/>')
-        parts.append(f'<path d="M{x(fmean(found)):.1f} {y - 7}v14" stroke="{colour}" stroke-width="3"/>')
-        parts += [circle(x(value), y, 4, colour) for value in found]
+        parts.append(f'<path d="M{x(fmean(numbers)):.1f} {y - 7}v14" stroke="{colour}" stroke-width="3"/>')
+        parts += [circle(x(value), y, 4, colour) for value in numbers]
     parts.append(
         text(LEFT, bottom + 32, "circles: runs; bar: mean; line: Student's 95% interval over seeds", colour=MUTED)
     )

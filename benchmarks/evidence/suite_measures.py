@@ -51,8 +51,8 @@ def highest(file: str, arm: str, figure: str = "sampled") -> Value:
 
 def differences(file: str, arm: str, base: str, figure: str) -> list[float]:
     """`arm - base` of each seed that both have; an arm with fewer has the first ones."""
-    both = zip(runs(file, arm, figure), runs(file, base, figure), strict=False)
-    return [value - other for value, other in both]
+    pairs = zip(runs(file, arm, figure), runs(file, base, figure), strict=False)
+    return [value - base_value for value, base_value in pairs]
 
 
 @measure
@@ -80,7 +80,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 def gain_by_answers(file: str, arm: str, base: str, answers: str) -> Value:
     """`arm - base` with the interval that so many answers of each run leave by themselves."""
     pairs = list(zip(runs(file, arm), runs(file, base), strict=True))
-    difference, reach = fmean(value - other for value, other in pairs), binomial_reach(pairs, int(answers))
+    difference, reach = fmean(value - base_value for value, base_value in pairs), binomial_reach(pairs, int(answers))
     return difference, difference - reach, difference + reach
 
 
@@ -136,7 +136,7 @@ def seed_share(file: str) -> float:
     s^2 = (MS of seeds - MS of the rest) / arms, e^2 = MS of the rest, of the arms that have every seed.
     """
     values = [runs(file, row["arm"]) for row in rows(file) if "arm" in row]
-    table = np.array([each for each in values if len(each) == max(map(len, values))])
+    table = np.array([arm_values for arm_values in values if len(arm_values) == max(map(len, values))])
     arms, seeds = table.shape
     rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
     error = (rest**2).sum() / ((arms - 1) * (seeds - 1))

@@ -1,4 +1,4 @@
-"""Comparisons of each suite of runs: arms, figures, and late steps. Fixed before the runs but where it says so."""
+"""Comparisons of each suite of runs: arms, figures, and late steps. Fixed before the runs, but for marked ones."""
 
 from __future__ import annotations
 

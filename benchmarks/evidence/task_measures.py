@@ -72,7 +72,7 @@ def best_estimator(direction: str, name: str) -> Value:
 
 @measure
 def clear_between(direction: str) -> Value:
-    """Of these cells, those in which what is best is clearly above token ratios and ratios of whole answers."""
+    """The cells in which the best estimator is clearly above token ratios and ratios of whole answers."""
     cells = aggregation_cells(direction)
     clear = 0
     for cell in cells:
@@ -98,8 +98,8 @@ def aggregation_cells(direction: str) -> list[list[Mapping[str, Any]]]:
 @measure
 def collapsed(rule: str) -> Value:
     """Runs of the sandbox that collapsed under a rule, of all: `N of M`."""
-    chosen = matching("collapse", [f"rule={rule}"])
-    return f"{sum(row['collapsed'] for row in chosen)} of {sum(row['of'] for row in chosen)}"
+    rule_rows = matching("collapse", [f"rule={rule}"])
+    return f"{sum(row['collapsed'] for row in rule_rows)} of {sum(row['of'] for row in rule_rows)}"
 
 
 @measure
@@ -110,6 +110,6 @@ def mask_cost() -> Value:
 
 @measure
 def flips_less() -> Value:
-    """Flipped token-layers in bfloat16 over those in float16."""
+    """Flipped token-layers in bfloat16 over flipped ones in float16."""
     precisions = {row["value"]: float(row["token_layers"]) for row in matching("flip_depth", ["sweep=precision"])}
     return precisions["bfloat16"] / precisions["float16"]

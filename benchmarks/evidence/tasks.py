@@ -34,7 +34,7 @@ def reasoning(
     mistake = 1 - success ** (1 / length)
     for state in range(2 * states):
         rate = (mistake if state < states else recovery or 1 / TOKENS) * np.exp(0.5 * rng.normal() - 0.125)
-        others = np.log(np.exp(logits_SV[state, :-1]).sum())
-        logits_SV[state, -1] = others + np.log(rate / (1 - rate))
+        log_mass = np.log(np.exp(logits_SV[state, :-1]).sum())
+        logits_SV[state, -1] = log_mass + np.log(rate / (1 - rate))
     reward_S = np.repeat([1.0, 0.0], states)
     return Chain(next_SV, reward_S, first=0, length=length), logits_SV

@@ -1,10 +1,10 @@
 """The error of the surrogate against the bounds of trust-region masking, by length, where both are exact.
 
-`python -m benchmarks.evidence.trm_bounds [--seeds N] [--json FILE]`. The error is J(pi) - J(mu) - E_mu[R sum(w - 1)].
-A policy is moved from the sampler in a random direction, against it, along the gradient or along the natural gradient.
-The bounds are those of TRM (arXiv 2512.23075): Pinsker-marginal (theorem 4.4), mixed (4.5) and adaptive (4.6), beside
-the classical one. A bound must never be below the error. How far it is above says what it can guarantee: a step is
-known to improve only when the surrogate exceeds the bound.
+`python -m benchmarks.evidence.trm_bounds [--seeds N] [--json FILE]`. The error is J(pi) - J(mu) - E_mu[R sum(w - 1)]. A
+policy is moved from the sampler in a random direction, against it, along the gradient or along the natural gradient.
+The bounds are from TRM (arXiv 2512.23075): Pinsker-marginal (theorem 4.4), mixed (4.5) and adaptive (4.6), beside the
+classical one. A bound must never be below the error. How far it is above shows what it can guarantee: a step is known
+to improve only when the surrogate exceeds the bound.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
     """One row per direction, task, distance and length: medians over the seeds, and counts of seeds.
 
-    `below_error`: bounds below the error. `uphill`: surrogates above 0. `guaranteed`: those above the least bound.
+    `below_error`: bounds below the error. `uphill`: surrogates above 0. `guaranteed`: surrogates above the least bound.
     `times_error`: the least bound over the error.
     """
     cells = itertools.product(DIRECTIONS, RECOVERY.items(), TOKEN_KL, lengths)
     for direction, (task, recovery), token_kl, length in cells:
-        found = [_one(seed, length, recovery, token_kl, direction) for seed in range(seeds)]
-        names = list(found[0][2])
+        results = [_seed_result(seed, length, recovery, token_kl, direction) for seed in range(seeds)]
+        names = list(results[0][2])
         yield {
             "direction": direction,
             "task": task,
             "token_kl": token_kl,
             "tokens": length,
-            "gain": statistics.median(abs(gain) for gain, _, _ in found),
-            "error": statistics.median(error for _, error, _ in found),
-            **{name: statistics.median(bounds[name] for _, _, bounds in found) for name in names},
-            "below_error": sum(bounds[name] < error * (1 - 1e-9) for _, error, bounds in found for name in names),
-            "times_error": statistics.median(min(bounds.values()) / error for _, error, bounds in found),
-            "uphill": sum(gain > 0 for gain, _, _ in found),
+            "gain": statistics.median(abs(gain) for gain, _, _ in results),
+            "error": statistics.median(error for _, error, _ in results),
+            **{name: statistics.median(bounds[name] for _, _, bounds in results) for name in names},
+            "below_error": sum(bounds[name] < error * (1 - 1e-9) for _, error, bounds in results for name in names),
+            "times_error": statistics.median(min(bounds.values()) / error for _, error, bounds in results),
+            "uphill": sum(gain > 0 for gain, _, _ in results),
             "of": seeds,
-            "guaranteed": sum(gain > min(bounds.values()) for gain, _, bounds in found),
+            "guaranteed": sum(gain > min(bounds.values()) for gain, _, bounds in results),
         }
 
 
-def _one(
+def _seed_result(
     seed: int, length: int, recovery: float, token_kl: float, direction: str
 ) -> tuple[float, float, Mapping[str, float]]:
     """The surrogate, the size of its error, and the bounds on that."""
@@ -86,13 +86,13 @@ def bounds(between: Divergence) -> dict[str, float]:
     4 T p(D) p(delta); adaptive 4 sum_t TV_t p((T - t) delta).
     """
     length, delta = len(between.visits), between.largest_kl
-    before = pinsker(delta * np.arange(length, dtype=np.float64))
-    each = float(pinsker(np.array(delta)))
+    prefix_tv = pinsker(delta * np.arange(length, dtype=np.float64))
+    token_tv = float(pinsker(np.array(delta)))
     return {
         "classical": 2 * length * (length - 1) * between.largest_tv**2,
-        "pinsker_marginal": 4 * each * float(before.sum()),
-        "mixed": 4 * length * min(1.0, math.sqrt(between.sequence_kl / 2)) * each,
-        "adaptive": 4 * float(between.tv_by_token @ before[::-1]),
+        "pinsker_marginal": 4 * token_tv * float(prefix_tv.sum()),
+        "mixed": 4 * length * min(1.0, math.sqrt(between.sequence_kl / 2)) * token_tv,
+        "adaptive": 4 * float(between.tv_by_token @ prefix_tv[::-1]),
     }
 
 

@@ -1,1 +1,1 @@
-"""What only a GPU shows, in stages that fit into borrowed minutes: `python -m benchmarks.gpu`."""
+"""Measurements that need a GPU, in stages that fit into borrowed minutes: `python -m benchmarks.gpu`."""

@@ -1,9 +1,9 @@
-"""What only a GPU shows: a whole run, the cost of replay and its proof, natural flips, pushes, lent memory.
+"""Measurements that need a GPU: a whole run, the cost of replay and its proof, natural flips, pushes, lent memory.
 
 `python -m benchmarks.gpu [--budget SECONDS] [--only NAME ...] [--list] [--folder DIR] [--device cpu]`. A stage that is
-done is not done again. One that does not fit into what is left of the budget is not begun, and the next call goes on
-with it. Every stage leaves its result at once, in `results/NAME.json`, and its output in `logs/NAME.log`; `page.md`
-shows all of them. Remove a result to measure again. `--device cpu` rehearses the stages on a small model.
+done is not done again. One that does not fit into the rest of the budget is not started, and the next call goes on with
+it. Every stage leaves its result at once, in `results/NAME.json`, and its output in `logs/NAME.log`; `page.md` shows
+all of them. Remove a result to measure again. `--device cpu` rehearses the stages on a small model.
 """
 
 from __future__ import annotations

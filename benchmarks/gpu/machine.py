@@ -1,4 +1,4 @@
-"""What is here: releases, whether every part imports, and the device's rate: `python -m benchmarks.gpu.machine OUT`."""
+"""The machine: releases, whether every part imports, and the device's rate: `python -m benchmarks.gpu.machine OUT`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def release(package: str) -> str:
 
 
 def import_error(module: str) -> str:
-    """The last line of what `import module` says in a process of its own; empty where it imports."""
+    """The last line that `import module` prints in a process of its own; empty where it imports."""
     words = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][:200] if done.returncode else ""

@@ -1,4 +1,4 @@
-"""The page of a session: what each stage answered, in Markdown."""
+"""The page of a session: the answers of its stages, in Markdown."""
 
 from __future__ import annotations
 

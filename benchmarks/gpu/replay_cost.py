@@ -109,7 +109,7 @@ def costs(
             figures[f"{work}, {name}: ms"] = 1e3 * median(times)
             if name != "own":
                 pairs = zip(times, seconds["own"], strict=True)
-                figures[f"{work}, {name} over own, paired"] = median(time / own for time, own in pairs)
+                figures[f"{work}, {name} over own, paired"] = median(time / own_s for time, own_s in pairs)
     return figures
 
 

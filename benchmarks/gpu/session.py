@@ -19,9 +19,9 @@ from benchmarks.gpu.stages import CONFIG, Stage
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 
 BEGINS_WITH = 0.6
-"""Share of a stage's limit with which it is begun."""
+"""Share of a stage's limit with which it starts."""
 END_S = 60.0
-"""Time for a process to end when it is asked to."""
+"""Time for a process to end after a signal."""
 KEPT = ("time/", "probe/", "engine/", "routing/", "weights/", "replay/applied_fraction", "rollout/tokens_per_s")
 """Beginnings of the names of metrics whose medians are kept."""
 
@@ -53,7 +53,7 @@ class Session:
         return self.budget_s - (time.monotonic() - self._start_s)
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """What each finished stage left, in the order of their ends."""
+        """The results of the finished stages, in the order of their ends."""
         files = sorted((self.folder / "results").glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         return {file.stem: json.loads(file.read_text()) for file in files}
 
@@ -123,7 +123,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def figures(folder: Path, name: str) -> Mapping[str, Any]:
-    """What a stage measured: the file that it wrote, or the medians of its run."""
+    """The measurements of a stage: the file that it wrote, or the medians of its run."""
     file, metrics = folder / "figures" / f"{name}.json", folder / "runs" / name / "metrics.jsonl"
     if file.exists():
         content: dict[str, Any] = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The stages: what each runs, how long it may take, and what it needs."""
+"""The stages: their commands, their time limits and their needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stage:
 
 
 def stages(folder: Path, device: Device) -> Iterator[Stage]:
-    """All stages, the most valuable first. On a CPU those that it can rehearse, small."""
+    """All stages, the most valuable first. On a CPU only the stages that it can rehearse, made small."""
     cpu = device == "cpu"
     common = (f"run_dir={folder / 'runs'}", f"model.checkpoint={folder / 'model'}", *(REHEARSED if cpu else ()))
 
@@ -86,6 +86,6 @@ def stages(folder: Path, device: Device) -> Iterator[Stage]:
         return
     yield run("whole-fused", "a whole run with Transformer Engine", 240, 20, fused=True)
     yield cost("replay-cost-fused", fused=True)
-    repeats, lent = ("rollout.server.deterministic=true",), ("rollout.colocate=true",)
+    repeats, colocated = ("rollout.server.deterministic=true",), ("rollout.colocate=true",)
     yield run("repeats", "how far they differ with batch-invariant kernels", 240, 6, *unreplayed, server=repeats)
-    yield run("lent", "a server that lends its memory to the learner", 240, 6, server=lent)
+    yield run("lent", "a server that lends its memory to the learner", 240, 6, server=colocated)

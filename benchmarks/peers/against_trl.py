@@ -50,28 +50,28 @@ def against_trl(checkpoint: str, folder: Path, python: str, rounds: int, steps: 
         rounds: of three runs.
         steps: of a run that count.
     """
-    draw, found, names = random.Random(0), list[Mapping[str, float]](), [TRL, *OURS]
+    draw, medians, names = random.Random(0), list[Mapping[str, float]](), [TRL, *OURS]
     for number in range(rounds):
         place = folder / str(number)
         place.mkdir()
         draw.shuffle(names)
         runs = {name: _steps_of(name, checkpoint, place, python, SKIPPED + steps) for name in names}
-        found.append({name: statistics.median(seconds[SKIPPED:]) for name, seconds in runs.items()})
-    return list(rows(found)), found
+        medians.append({name: statistics.median(seconds[SKIPPED:]) for name, seconds in runs.items()})
+    return list(rows(medians)), medians
 
 
-def rows(found: Rounds) -> Iterator[Row]:
+def rows(rounds: Rounds) -> Iterator[Row]:
     """A row for each of our settings: medians over the rounds, and the lowest and the highest ratio of a round."""
     for name in OURS:
-        ratios = [one[name] / one[TRL] for one in found]
+        ratios = [medians[name] / medians[TRL] for medians in rounds]
         yield {
             "ours": name,
-            "seconds": statistics.median(one[name] for one in found),
-            TRL: statistics.median(one[TRL] for one in found),
+            "seconds": statistics.median(medians[name] for medians in rounds),
+            TRL: statistics.median(medians[TRL] for medians in rounds),
             "ratio": statistics.median(ratios),
             "lowest": min(ratios),
             "highest": max(ratios),
-            "rounds": len(found),
+            "rounds": len(rounds),
         }
 
 
@@ -98,7 +98,7 @@ def read_steps(path: Path) -> list[Mapping[str, float]]:
 def between(steps: Sequence[Mapping[str, float]]) -> list[float]:
     """Seconds from the end of one step to the end of the next; of the first step, its own."""
     ends = [row["time/unix_s"] for row in steps]
-    return [steps[0]["time/step_s"], *(end - before for before, end in itertools.pairwise(ends))]
+    return [steps[0]["time/step_s"], *(end - start for start, end in itertools.pairwise(ends))]
 
 
 def _problems(checkpoint: str, steps: int) -> Iterator[str]:

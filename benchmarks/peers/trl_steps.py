@@ -24,7 +24,7 @@ PROMPTS, GROUP, UPDATES, ANSWER_TOKENS = 16, 8, 2, 48
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]
-    """Writes a line at the end of every step, which is that of its last update.
+    """Writes a line at the end of every step, when its last update ends.
 
     Attributes:
         lengths: of the answers of this step, in tokens.
@@ -42,11 +42,11 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         self._updates += 1
         if self._updates % UPDATES:
             return
-        now = time.perf_counter()
-        row = {"time/step_s": now - self._began, "step": self._updates // UPDATES}
+        end_s = time.perf_counter()
+        row = {"time/step_s": end_s - self._began, "step": self._updates // UPDATES}
         lengths = {"response/length_mean": statistics.fmean(self.lengths), "response/length_max": max(self.lengths)}
         self.write({**row, **lengths})
-        self._began = now
+        self._began = end_s
 
 
 def main() -> None:
@@ -56,12 +56,12 @@ def main() -> None:
     rows = [json.loads(line) for line in problems.read_text(encoding="utf-8").splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     for row in rows:
-        assert tokenizer(row["prompt"])["input_ids"] == row["token_ids"], "another tokenization than that of our run"
+        assert tokenizer(row["prompt"])["input_ids"] == row["token_ids"], "another tokenization than in our run"
 
     def right(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
         clock.lengths = [len(ids) for ids in completion_ids]
-        found = [re.search(r"#(-?\d+)", text) for text in completions]
-        return [float(match is not None and match[1] == want) for match, want in zip(found, answer, strict=True)]
+        matches = [re.search(r"#(-?\d+)", text) for text in completions]
+        return [float(match is not None and match[1] == want) for match, want in zip(matches, answer, strict=True)]
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

@@ -35,7 +35,7 @@ Parts = list[list[Any]]
 
 
 def stored(version: int) -> Path:
-    """The file of what callers of an API version rely on."""
+    """The file of the interface on which callers of an API version rely."""
     return ROOT / "tests" / "data" / f"api-{version}.json"
 
 
@@ -48,38 +48,40 @@ def stable() -> Iterator[tuple[str, Any]]:
 
 def interface() -> dict[str, Parts]:
     """Parameters of functions, constructors and public methods; with the class, its public properties."""
-    found: dict[str, Parts] = {}
+    parts_by_name: dict[str, Parts] = {}
     for name, thing in stable():
-        found[name] = _parts(thing)
+        parts_by_name[name] = _parts(thing)
         for inner, value in vars(thing).items() if inspect.isclass(thing) else ():
             if inner.startswith("_"):
                 continue
             if isinstance(value, property | cached_property):
-                found[name].append([inner, "PROPERTY", True])
+                parts_by_name[name].append([inner, "PROPERTY", True])
             elif inspect.isfunction(getattr(value, "__func__", value)):
-                found[f"{name}.{inner}"] = _parts(getattr(thing, inner))
-    return found
+                parts_by_name[f"{name}.{inner}"] = _parts(getattr(thing, inner))
+    return parts_by_name
 
 
-def broken(before: dict[str, Parts], now: dict[str, Parts]) -> list[str]:
-    """Words on all that a caller of `before` could write and `now` no longer takes."""
-    found = []
-    for name, parts in before.items():
-        if name not in now:
-            found.append(f"{name} is gone")
+def broken(earlier: dict[str, Parts], later: dict[str, Parts]) -> list[str]:
+    """Words on all that a caller of the old interface could write and the new one no longer takes."""
+    problems = []
+    for name, parts in earlier.items():
+        if name not in later:
+            problems.append(f"{name} is gone")
             continue
-        current = {one: (kind, optional) for one, kind, optional in now[name]}
-        for one, kind, optional in parts:
-            kind_now, optional_now = current.pop(one, ("gone", True))
+        current = {key: (kind, optional) for key, kind, optional in later[name]}
+        for key, kind, optional in parts:
+            kind_now, optional_now = current.pop(key, ("gone", True))
             if kind_now not in (kind, "POSITIONAL_OR_KEYWORD" if kind == "KEYWORD_ONLY" else kind):
-                found.append(f"{name}: {one} was {kind}, and is {kind_now}")
+                problems.append(f"{name}: {key} was {kind}, and is {kind_now}")
             elif optional and not optional_now:
-                found.append(f"{name}: {one} could be left out")
-        found += [f"{name}: {one} is new and must be given" for one, (_, optional) in current.items() if not optional]
-        old, new = ([one for one, kind, _ in side if kind == "POSITIONAL_OR_KEYWORD"] for side in (parts, now[name]))
+                problems.append(f"{name}: {key} could be left out")
+        problems += [
+            f"{name}: {key} is new and must be given" for key, (_, optional) in current.items() if not optional
+        ]
+        old, new = ([key for key, kind, _ in side if kind == "POSITIONAL_OR_KEYWORD"] for side in (parts, later[name]))
         if new[: len(old)] != old:
-            found.append(f"{name}: arguments have changed places")
-    return found
+            problems.append(f"{name}: arguments have changed places")
+    return problems
 
 
 def table() -> str:
@@ -93,35 +95,43 @@ def table() -> str:
 
 def page_with_table(text: str) -> str:
     """The page `text` with the table of today."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def _parts(function: Callable[..., Any]) -> Parts:
     return [
-        [one.name, one.kind.name, one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        for one in _signature(function).parameters.values()
+        [
+            item.name,
+            item.kind.name,
+            item.default is not item.empty or item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD),
+        ]
+        for item in _signature(function).parameters.values()
     ]
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    own: Any = function.__init__ if inspect.isclass(function) else function
-    # A class without a constructor of its own: versions of Python tell different things of it.
-    return inspect.signature(function) if inspect.isroutine(own) and hasattr(own, "__code__") else inspect.Signature()
+    constructor: Any = function.__init__ if inspect.isclass(function) else function
+    # A class without a constructor of its own: versions of Python differ on it.
+    return (
+        inspect.signature(function)
+        if inspect.isroutine(constructor) and hasattr(constructor, "__code__")
+        else inspect.Signature()
+    )
 
 
 def _shown(signature: inspect.Signature) -> Iterator[str]:
     """Parameters without their types."""
     starred = False
-    for one in signature.parameters.values():
-        if one.kind is one.KEYWORD_ONLY and not starred:
+    for item in signature.parameters.values():
+        if item.kind is item.KEYWORD_ONLY and not starred:
             starred = True
             yield "*"
-        starred = starred or one.kind is one.VAR_POSITIONAL
-        mark = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
-        default = "" if one.default is one.empty else f"={one.default!r}"
+        starred = starred or item.kind is item.VAR_POSITIONAL
+        mark = "*" if item.kind is item.VAR_POSITIONAL else "**" if item.kind is item.VAR_KEYWORD else ""
+        default = "" if item.default is item.empty else f"={item.default!r}"
         # What a dataclass makes anew has no value to show.
-        yield f"{mark}{one.name}{'=...' if '<' in default else default}"
+        yield f"{mark}{item.name}{'=...' if '<' in default else default}"
 
 
 def main() -> None:

@@ -66,9 +66,9 @@ the end of the row; needs `ln_delta`) or `ser` (the mean of abs(w - 1)). Rules o
 `ser`, which has no sign.
 
 **By turn.** `scope: turn` among the thresholds of a rule on rows makes it judge each turn of a conversation as a row of
-its own: one bad turn does not cost the others. Scores, lengths and target reject rates are then those of turns.
+its own: one bad turn does not cost the others. Scores, lengths and target reject rates then belong to turns.
 `correction/<rule>/kept_turn_fraction` is the share of turns that lost no token, and
-`correction/<rule>/kept_turn_fraction/<turn>` that of the first, the second and so on.
+`correction/<rule>/kept_turn_fraction/<turn>` is the share of first turns, of second turns and so on.
 
 **By length.** One threshold is never neutral to length: maxima and sums reject long rows more, means short ones. With
 `by_length: true` beside `target_reject_rate` each octave of length (8 to 15 tokens, 16 to 31, ...) has its own
@@ -148,7 +148,7 @@ def page() -> str:
 
 
 def table() -> str:
-    """The corrections and losses of the packages as JSON, one on a line: what `moe_trm.methods` knows of them."""
+    """The corrections and losses of the packages as JSON, one on a line, as `moe_trm.methods` reads them."""
     kinds = {"corrections": _declared(corrections, RegisteredRule), "losses": _declared(losses, losses.Loss)}
     parts = [
         f'"{kind}": {{\n' + ",\n".join(f'"{name}": {json.dumps(entries[name])}' for name in sorted(entries)) + "\n}"
@@ -158,19 +158,19 @@ def table() -> str:
 
 
 def _declared(package: ModuleType, kind: type[Method]) -> dict[str, dict[str, object]]:
-    """Facts of every method of the package's modules, by name; those that have their default are left out."""
-    found: dict[str, dict[str, object]] = {}
+    """Facts of every method of the package's modules, by name; facts that have their default are left out."""
+    facts_by_name: dict[str, dict[str, object]] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        for one in vars(import_module(f"{package.__name__}.{info.name}")).values():
-            if isinstance(one, kind) and one.function.__module__.endswith(f".{info.name}"):
-                facts: dict[str, object] = {"module": info.name, "ratio": one.ratio, "scope": one.scope}
+        for method in vars(import_module(f"{package.__name__}.{info.name}")).values():
+            if isinstance(method, kind) and method.function.__module__.endswith(f".{info.name}"):
+                facts: dict[str, object] = {"module": info.name, "ratio": method.ratio, "scope": method.scope}
                 optional: dict[str, object] = (
-                    {"weighs": one.weighs, "weight": one.defaults.get("weight")}
-                    if isinstance(one, RegisteredRule)
-                    else {"needs": one.needs, "holds": "" if one.holds == "own" else one.holds}
+                    {"weighs": method.weighs, "weight": method.defaults.get("weight")}
+                    if isinstance(method, RegisteredRule)
+                    else {"needs": method.needs, "holds": "" if method.holds == "own" else method.holds}
                 )
-                found[one.name] = {**facts, **{key: value for key, value in optional.items() if value}}
-    return found
+                facts_by_name[method.name] = {**facts, **{key: value for key, value in optional.items() if value}}
+    return facts_by_name
 
 
 def _narrow(line: str) -> str:
@@ -254,9 +254,9 @@ def _length_bias() -> str:
         "| rule | slope | " + " | ".join(str(length) for length in length_bias.LENGTHS) + " |",
         "|---|---|" + "---|" * len(length_bias.LENGTHS),
     ]
-    for found in length_bias.slopes():
-        rates = " | ".join(f"{rate:.1f}" for rate in found.rates)
-        lines.append(f"| `{found.rule}` | {found.slope:+.1f} ({found.low:+.1f} to {found.high:+.1f}) | {rates} |")
+    for slope in length_bias.slopes():
+        rates = " | ".join(f"{rate:.1f}" for rate in slope.rates)
+        lines.append(f"| `{slope.rule}` | {slope.slope:+.1f} ({slope.low:+.1f} to {slope.high:+.1f}) | {rates} |")
     lines.append(
         "\nMaxima and sums reject long rows more. Means reject short rows more, because their spread shrinks with\n"
         "length. With `by_length` every octave is rejected alike, while the noise doubles too. The figures of every\n"

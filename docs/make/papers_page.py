@@ -27,13 +27,13 @@ moe-trm train {base} SETTINGS
 
 `{base}` is the quickstart without corrections; `make quickstart` makes its model. A line that begins with
 another file stands for that file instead. Settings are examples. Thresholds that no paper gives are chosen by
-`target_reject_rate`, which measures first. [methods.md](methods.md) has the equations, and says where a form is ours.
+`target_reject_rate`, which measures first. [methods.md](methods.md) has the equations, and notes where a form is ours.
 
-- **Claims** are those of the papers, in our words. We have not tested them on large models.
+- **Claims** are made by the papers, in our words. We have not tested them on large models.
 - **Figures** are ours, from tiny models on two cores. Where there is none, we have measured nothing.
 - **Not here** gives the reason, and what there is instead.
 
-Of {methods} methods of {papers} papers, {run} have settings that run them, some of them in part: the row says which.
+Of {methods} methods of {papers} papers, {run} have settings that run them, some of them in part: the row names these.
 """
 
 

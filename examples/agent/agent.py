@@ -22,11 +22,11 @@ async def run(base_url: str, api_key: str, prompt: Any) -> None:
         text = prompt.text
         while True:
             answer = await client.completions.create(model="policy", prompt=text, stop=["="])
-            said = answer.choices[0]
-            # The server says which stop text ended an answer, as SGLang's does.
-            if (said.model_extra or {}).get("matched_stop") != "=":
+            choice = answer.choices[0]
+            # The server reports which stop text ended an answer, as SGLang's does.
+            if (choice.model_extra or {}).get("matched_stop") != "=":
                 return
-            text += f"{said.text}={calculate(said.text)}"
+            text += f"{choice.text}={calculate(choice.text)}"
 
 
 def calculate(text: str) -> str:
@@ -34,8 +34,8 @@ def calculate(text: str) -> str:
 
     A negative value is written the way the model borrows: its last digit, counted up from ten, and a `b`.
     """
-    found = EXPRESSION.search(text)
-    if found is None:
+    match = EXPRESSION.search(text)
+    if match is None:
         return "?"
-    value = sum(int(term) for term in re.findall(r"[+-]?\d+", found[1]))
+    value = sum(int(term) for term in re.findall(r"[+-]?\d+", match[1]))
     return str(value) if value >= 0 else f"{value % 10}b"

@@ -26,8 +26,8 @@ def calculate(text: str) -> str:
 
     A negative value is written the way the model borrows: its last digit, counted up from ten, and a `b`.
     """
-    found = EXPRESSION.search(text)
-    if found is None:
+    match = EXPRESSION.search(text)
+    if match is None:
         return "?"
-    value = sum(int(term) for term in re.findall(r"[+-]?\d+", found[1]))
+    value = sum(int(term) for term in re.findall(r"[+-]?\d+", match[1]))
     return str(value) if value >= 0 else f"{value % 10}b"

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/fsdp/train.py
 
 Each rank has some of the sequences. The engine that sampled is a copy of the model with rounded weights. Every step
-prints the loss over all sequences, the norm of the gradient, and what was proved. One rank prints the same as two.
+prints the loss over all sequences, the norm of the gradient, and the counts of the proof. One rank prints the same as
+two.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def recorded(tokens: list[Tensor]) -> list[RouteRecord]:
     engine.load_state_dict({name: value.bfloat16().float() for name, value in engine.state_dict().items()})
     rows, input_ids = packed(tokens)
     replayer = HFReplayer(engine)
-    with replayer.use_rows(Record(), rows, input_ids) as passed, torch.no_grad():
+    with replayer.use_rows(Record(), rows, input_ids) as recording, torch.no_grad():
         engine(input_ids, position_ids=rows.position_ids(), use_cache=False)
-    experts = torch.stack([passed.recorded().experts[layer] for layer in replayer.layer_ids], dim=1)
+    experts = torch.stack([recording.recorded().experts[layer] for layer in replayer.layer_ids], dim=1)
     return [
         RouteRecord(routes[:-1].numpy().astype("uint8"), replayer.layer_ids, 8, token_digest(ids.numpy()))
         for routes, ids in zip(rows.sequences(experts[None]), tokens, strict=True)
@@ -69,13 +70,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
-    every = [torch.randint(3, CONFIG.vocab_size, (length,), generator=generator) for length in LENGTHS]
-    tokens = every[rank::size]
+    all_tokens = [torch.randint(3, CONFIG.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    tokens = all_tokens[rank::size]
     model = shared_model(init_device_mesh("cpu", (size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    known, (rows, input_ids) = recorded(tokens), packed(tokens)
+    records, (rows, input_ids) = recorded(tokens), packed(tokens)
     for step in range(STEPS):
-        with replay(model, known, input_ids, rows, max_local_flip_rate=1.0, group=dist.group.WORLD) as replayed:
+        with replay(model, records, input_ids, rows, max_local_flip_rate=1.0, group=dist.group.WORLD) as replayed:
             logits = model(input_ids, position_ids=rows.position_ids(), use_cache=False).logits
         logprobs = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
         # A sequence's last token predicts nothing. FSDP takes the mean over ranks.
@@ -85,14 +86,14 @@ def main() -> None:
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        whole = loss.detach().clone()
-        dist.all_reduce(whole)
+        total_loss = loss.detach().clone()
+        dist.all_reduce(total_loss)
         report = replayed.report
         assert report is not None
-        told: dict[str, Any] = {"step": step, "loss": float(whole), "gradient_norm": float(norm.full_tensor())}
-        told |= {"replayed": report.replayed, "matched": report.matched, "local_flip_rate": report.local_flip_rate}
+        summary: dict[str, Any] = {"step": step, "loss": float(total_loss), "gradient_norm": float(norm.full_tensor())}
+        summary |= {"replayed": report.replayed, "matched": report.matched, "local_flip_rate": report.local_flip_rate}
         if rank == 0:
-            print(json.dumps(told), flush=True)
+            print(json.dumps(summary), flush=True)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ SUM = re.compile(r"\d+(?:[+-]\d+)+$")
 
 def calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
     """The text in front of the sum, and the call (`agent.tool_parser`)."""
-    found = SUM.search(text)
-    if found is None:
+    match = SUM.search(text)
+    if match is None:
         return text, []
-    return text[: found.start()], [{"name": "calculator", "arguments": {"expression": found[0]}}]
+    return text[: match.start()], [{"name": "calculator", "arguments": {"expression": match[0]}}]

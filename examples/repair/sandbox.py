@@ -56,7 +56,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Repair:
-    """A folder of files by name, those of them that test it, and the command that passes if it is repaired."""
+    """A folder of files by name, the names of its tests, and the command that passes if it is repaired."""
 
     files: Mapping[str, str]
     tests: Sequence[str]
@@ -119,7 +119,7 @@ async def _outcome(channel: socket.socket, job: Mapping[str, Any], base_url: str
     channel.sendall(json.dumps(job).encode() + b"\n")
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     if not descriptors:
-        raise SandboxError("namespaces cannot be made here; what the sandbox wrote to stderr says why")
+        raise SandboxError("namespaces cannot be made here; see what the sandbox wrote to stderr")
     slots = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -72,8 +72,8 @@ def labelled(tokenizer: PreTrainedTokenizerFast, talk: list[dict[str, str]]) -> 
     labels: list[int] = []
     for place, message in enumerate(talk):
         if message["role"] == "assistant":
-            before = tokenizer.apply_chat_template(talk[:place], tokenize=False, add_generation_prompt=True)
-            context = tokenizer.encode(before, add_special_tokens=False)
+            prompt = tokenizer.apply_chat_template(talk[:place], tokenize=False, add_generation_prompt=True)
+            context = tokenizer.encode(prompt, add_special_tokens=False)
             answer = tokenizer.encode(message["content"] + tokenizer.eos_token, add_special_tokens=False)
             labels += [-100] * (len(context) - len(ids)) + answer
             ids = context + answer

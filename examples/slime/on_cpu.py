@@ -4,8 +4,8 @@
     python examples/slime/on_cpu.py miles FOLDER
 
 Three answers as the host's trainer has them: packed, with log-probs of the learner and of the engine. One answer has a
-token that is far off. The host loads our function by its own option. Printed is what it made of it, and the routes of a
-`Sample` of the host as our record.
+token that is far off. The host loads our function by its own option. It prints the host's loss with our metrics, and
+the routes of a `Sample` of the host as our record.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def miles_loss() -> tuple[Loss, Callable[..., Any]]:
     parallel_state.initialize_model_parallel()
     state = import_module("miles.backends.training_utils.parallel")
     info = import_module("miles.utils.ft_utils.process_group_utils").GroupInfo
-    alone = info(rank=0, size=1, group=dist.group.WORLD)
+    single_rank = info(rank=0, size=1, group=dist.group.WORLD)
     names = ("intra_dp", "intra_dp_cp", "cp", "tp", "pp", "ep", "etp", "indep_dp")
-    state.set_parallel_state(state.ParallelState(**dict.fromkeys(names, alone)))
+    state.set_parallel_state(state.ParallelState(**dict.fromkeys(names, single_rank)))
     loss = import_module("miles.backends.training_utils.loss_hub.losses").policy_loss_function
     return loss, import_module("miles.backends.training_utils.cp_utils").get_sum_of_sample_mean
 
@@ -133,6 +133,6 @@ if __name__ == "__main__":
     name, source = sys.argv[1:]
     value, metrics, logits, _ = corrected_loss(name, source)
     (gradient,) = torch.autograd.grad(value, logits)
-    told: dict[str, Any] = {"host": name, "loss": float(value.detach()), "gradient_norm": float(gradient.norm())}
-    told |= {key: float(metric) for key, metric in metrics.items() if key.startswith("moe_trm/")}
-    print(json.dumps({**told, "routes": sample_routes(name)}))
+    result: dict[str, Any] = {"host": name, "loss": float(value.detach()), "gradient_norm": float(gradient.norm())}
+    result |= {key: float(metric) for key, metric in metrics.items() if key.startswith("moe_trm/")}
+    print(json.dumps({**result, "routes": sample_routes(name)}))

@@ -33,7 +33,7 @@ ANSWER_S = 10.0
 class Terminal:
     """A shell in a process of its own, which keeps its state from command to command.
 
-    It gets an empty environment: what the policy types must not read the key of its session, nor write its reward.
+    It gets an empty environment: commands of the policy must not read the key of its session, nor write its reward.
     """
 
     def __init__(self) -> None:
@@ -55,15 +55,15 @@ class Terminal:
         mark = os.urandom(8).hex()
         self._shell.stdin.write(f"{command}\necho {mark}\n".encode())
         self._shell.stdin.flush()
-        said, until = b"", time.monotonic() + ANSWER_S
-        while mark.encode() not in said:
+        output, until = b"", time.monotonic() + ANSWER_S
+        while mark.encode() not in output:
             if not select.select([self._shell.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise TimeoutError(f"the terminal did not answer within {ANSWER_S:g} s")
             part = os.read(self._shell.stdout.fileno(), 4096)
             if not part:
                 raise EOFError("the terminal was closed")
-            said += part
-        return said.partition(mark.encode())[0].decode(errors="replace").strip()
+            output += part
+        return output.partition(mark.encode())[0].decode(errors="replace").strip()
 
     def __enter__(self) -> Self:
         return self
@@ -84,11 +84,11 @@ def main() -> None:
     client = OpenAI()  # OPENAI_BASE_URL, OPENAI_API_KEY
     with Terminal() as terminal:
         while True:
-            said = client.completions.create(model=os.environ["OPENAI_MODEL"], prompt=text, stop=["="]).choices[0]
-            if (said.model_extra or {}).get("matched_stop") != "=":
+            choice = client.completions.create(model=os.environ["OPENAI_MODEL"], prompt=text, stop=["="]).choices[0]
+            if (choice.model_extra or {}).get("matched_stop") != "=":
                 return
-            command = COMMAND.search(said.text)
-            text += f"{said.text}={terminal.run(f'calc {command[1]}') if command else '?'}"
+            command = COMMAND.search(choice.text)
+            text += f"{choice.text}={terminal.run(f'calc {command[1]}') if command else '?'}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """GRPO of TRL on a tiny mixture of experts, on a CPU: our rules, replayed routes, and their metrics in TRL's own logs.
 
 `python train.py FOLDER` with trl 1.16 installed; FOLDER gets TRL's output. The engine that samples is a copy of the
-model with rounded weights, so its log-probs and routes differ a little, as those of a server do.
+model with rounded weights, so its log-probs and routes differ a little, as a server's do.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Engine:
             tokens.append(int(torch.multinomial(scores.softmax(-1), 1, generator=self.generator)))
         ids, rows = torch.tensor([tokens]), Rows.packed(torch.tensor([0, len(tokens)]))
         replayer = HFReplayer(self.model)
-        with replayer.use_rows(Record(), rows, ids) as passed:
+        with replayer.use_rows(Record(), rows, ids) as recording:
             logprobs = (self.model(ids).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         replayer.detach()
-        experts = torch.stack([passed.recorded().experts[layer] for layer in replayer.layer_ids], dim=1)
+        experts = torch.stack([recording.recorded().experts[layer] for layer in replayer.layer_ids], dim=1)
         record = RouteRecord(
             experts[:-1].numpy().astype(np.uint8), replayer.layer_ids, EXPERTS, token_digest(np.asarray(tokens))
         )
@@ -92,7 +92,7 @@ class Engine:
         return tokens, logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
-def reward(completion_ids: list[list[int]], **_others: Any) -> list[float]:
+def reward(completion_ids: list[list[int]], **_columns: Any) -> list[float]:
     """The share of even ids."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 

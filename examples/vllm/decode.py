@@ -14,7 +14,7 @@ from routing import encode
 from routing.vllm import decode_payload
 
 NUM_LAYERS, LAYERS, EXPERTS, TOP_K, VOCAB = 3, (1, 2), 8, 2, 64
-"""The model: decoder layers, those of them with experts (0-based), routed experts, experts of a token, ids."""
+"""The model: decoder layers, the ones with experts (0-based), routed experts, experts of a token, ids."""
 
 
 def decoded(answer: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _INSIDE = "MOE_TRM_APART"
 _INIT = 'mount -t tmpfs tmpfs /dev/shm && "$@"; exit $?'
 
 
-def apart(module: str, arguments: Sequence[str]) -> int | None:
+def run_isolated(module: str, arguments: Sequence[str]) -> int | None:
     """Run `python -m module` again where it is alone; its exit status. None in there.
 
     All that it started ends with it. It needs `unshare` of util-linux, and root or user namespaces.

@@ -7,7 +7,7 @@ Servers are kept by `launch.rollout`. At random moments something happens (`dist
 - a server is killed, stopped for up to 25 s, or gets long requests that nobody waits for, or its keeper is stopped;
 - all connections of a server are reset;
 - the run, the servers and their keepers stand still together;
-- the disk of the run's folder or that of the pushes is full for a while;
+- the disk of the run's folder or the disk of the pushes is full for a while;
 - the run is killed.
 
 The run is started again by the same command where it was killed or met a full disk. Weights are pushed after every
@@ -15,10 +15,10 @@ step, so pushes meet all of that. It all happens where no other program is (`tes
 
 A run holds when it does all its steps, its books balance at every step, every sample of every step was trained once, no
 sample is older than eta, no answer was malformed, and the engine ratio is rounding at every step. The last shows that
-what was trained on came from the weights of its label: a server that comes back serves those of the checkpoint.
-`stale k3` shows what other weights would do. No death is false: no server is started again or put out of service but
-those that were killed or stopped for long, and the run ends only where it was killed or its disk was full. The exit
-status is 1 when a run does not hold.
+what was trained on came from the weights of its label: a server that comes back serves the checkpoint's. `stale k3`
+shows what other weights would do. No death is false: no server is started again or put out of service unless it was
+killed or stopped for long, and the run ends only where it was killed or its disk was full. The exit status is 1 when a
+run does not hold.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from benchmarks.short_run import metrics_of
 from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
 from launch.job import learner_environment
-from tests.drills.apart import apart, small_disk
+from tests.drills.apart import run_isolated, small_disk
 from tests.drills.disturbed_servers import FAULTS, Disturber, kept_servers, loaded
 from tests.drills.resume_drill import books_balance
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances (default: 0)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and all logs here")
     args = parser.parse_intermixed_args(argv)
-    if (status := apart("tests.drills.async_soak", sys.argv[1:] if argv is None else argv)) is not None:
+    if (status := run_isolated("tests.drills.async_soak", sys.argv[1:] if argv is None else argv)) is not None:
         return status
     rows: list[Row] = []
     for partial in args.partial:
@@ -158,9 +158,9 @@ class Kept:
                 if run.poll() is None:
                     run.terminate()
                     run.wait()
-            said = self.log.read_bytes()[begins:].decode(errors="replace")
-            if code and code != -signal.SIGKILL and not any(words in said for words in NO_ROOM):
-                print(said[-4000:], flush=True)
+            log_text = self.log.read_bytes()[begins:].decode(errors="replace")
+            if code and code != -signal.SIGKILL and not any(words in log_text for words in NO_ROOM):
+                print(log_text[-4000:], flush=True)
                 self.unexplained += 1
             if not code or self.unexplained:
                 return code
@@ -171,10 +171,10 @@ def soak(folder: Path, settings: Sequence[str], steps: int, num_servers: int, ev
     """Run once, to the end or to an end that no disturbance explains."""
     config, key = write_job(folder), secrets.token_hex(16)
     disks = [small_disk(folder / name, DISK_MIB) for name in ("runs", "pushes")]
-    own = [*settings, f"run_dir={disks[0]}", f"sync.dir={disks[1]}"]
-    with kept_servers(config, own, num_servers, key, folder) as servers:
+    run_settings = [*settings, f"run_dir={disks[0]}", f"sync.dir={disks[1]}"]
+    with kept_servers(config, run_settings, num_servers, key, folder) as servers:
         urls = ",".join(server.url for server in servers)
-        command = [*own, f"rollout.urls=[{urls}]", "name=soak", f"train.steps={steps}"]
+        command = [*run_settings, f"rollout.urls=[{urls}]", "name=soak", f"train.steps={steps}"]
         kept = Kept(
             [sys.executable, "-m", "moe_trm", "train", str(config), *command],
             learner_environment(key),
@@ -223,7 +223,7 @@ def judged(ran: Ran, steps: int, eta: int) -> Row:
         "samples are left over": bool(last.get("ledger/queued", 0.0) or last.get("ledger/in_flight", 0.0)),
         f"{used:.0f} samples were used": used != SAMPLES * steps,
         "samples beyond eta": age > eta,
-        f"{wrong} steps on weights that were not those of their label": wrong > 0,
+        f"{wrong} steps on weights of another label": wrong > 0,
         "answers lost": lost > 0,
         f"{ran.restarts} servers started again": ran.restarts > ran.deadly,
         f"{ran.losses} servers out of service": ran.losses > ran.deadly,

@@ -48,10 +48,10 @@ class Link:
         self._ends |= ends
         try:
             with suppress(OSError):
-                answers, other = await asyncio.open_connection(self._host, self._port)
-                ends.add(other)
+                answers, upstream = await asyncio.open_connection(self._host, self._port)
+                ends.add(upstream)
                 self._ends |= ends
-                await asyncio.gather(_copy(reader, other), _copy(answers, writer))
+                await asyncio.gather(_copy(reader, upstream), _copy(answers, writer))
         finally:
             self._ends -= ends
             for end in ends:

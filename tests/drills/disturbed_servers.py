@@ -41,7 +41,7 @@ LOADED_S, RELIEVED_S, LOOK_S = 60.0, 120.0, 5.0
 
 @dataclass
 class KeptServer:
-    """A server that `launch.rollout` keeps: it starts it again when it dies or hangs. It is asked through `link`."""
+    """A server that `launch.rollout` keeps: it starts it again when it dies or hangs. Requests go through `link`."""
 
     keeper: psutil.Popen
     link: Link
@@ -55,7 +55,9 @@ class KeptServer:
     def processes(self) -> list[psutil.Process]:
         """The server's own, without watchers; none while it is being started again."""
         with suppress(psutil.Error):
-            return [each for each in self.keeper.children() if "sglang.launch_server" in " ".join(each.cmdline())]
+            return [
+                process for process in self.keeper.children() if "sglang.launch_server" in " ".join(process.cmdline())
+            ]
         return []
 
     def signal(self, number: signal.Signals) -> None:
@@ -66,7 +68,7 @@ class KeptServer:
 
 @dataclass
 class Disturber:
-    """Disturbs a run and its servers at random moments until it is told to end.
+    """Disturbs a run and its servers at random moments until `end` is called.
 
     Args:
         servers: to be disturbed.
@@ -196,10 +198,10 @@ def loaded(load: float) -> Iterator[list[float]]:
 
     def keep() -> None:
         burning: list[subprocess.Popen[bytes]] = []
-        begun = time.monotonic()
+        start = time.monotonic()
         while not over.wait(LOOK_S):
             loads.append(os.getloadavg()[0])
-            busy = (time.monotonic() - begun) % (LOADED_S + RELIEVED_S) < LOADED_S
+            busy = (time.monotonic() - start) % (LOADED_S + RELIEVED_S) < LOADED_S
             if busy and not burning:
                 missing = max(0, round(load - loads[-1]))
                 burning += [subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", BURN]) for _ in range(missing)]
@@ -233,9 +235,9 @@ def _start(config: Path, settings: Sequence[str], key: str, log: Path) -> psutil
 def _ready(keeper: psutil.Popen, log: Path, key: str) -> KeptServer:
     deadline = time.monotonic() + START_S
     while keeper.poll() is None and time.monotonic() < deadline:
-        said = log.read_text()
-        if "ready at " in said:
-            return KeptServer(keeper, Link(said.partition("ready at ")[2].split()[0]), key)
+        log_text = log.read_text()
+        if "ready at " in log_text:
+            return KeptServer(keeper, Link(log_text.partition("ready at ")[2].split()[0]), key)
         time.sleep(0.2)
     raise SystemExit(f"a rollout server did not start: {log.read_text()}")
 

@@ -36,8 +36,8 @@ TIMED = ("time/", "rollout/tokens_per_s")
 class Drill:
     """A finished run that was killed several times.
 
-    It says how often it was killed, in how many different steps, whether its metrics equal those of the undisturbed
-    run, and whether every issued sample is accounted for at every step.
+    It has the number of kills and of different steps that they hit. `identical`: its metrics equal the undisturbed
+    run's. `balanced`: every issued sample is accounted for at every step.
     """
 
     kills: int
@@ -78,7 +78,7 @@ def run_drill(
     kills: int,
     *,
     seed: int,
-    alone: Path | None = None,
+    undisturbed: Path | None = None,
 ) -> Drill:
     """Run once alone, then once with `kills` kills, on `ranks` ranks.
 
@@ -88,20 +88,20 @@ def run_drill(
         bundle: recording to run on.
         folder: where the run folders go.
         ranks: learner ranks, which share the experts.
-        kills: how often to kill; the run that ended is begun anew until there were as many.
+        kills: how often to kill; the run that ended is started anew until there were as many.
         seed: of the moments.
-        alone: the same run that nothing happened to; None: it is run first.
+        undisturbed: the same run that nothing happened to; None: it is run first.
     """
     started, rng = time.perf_counter(), random.Random(seed)
     settings = [
         "rollout.engine=bundle", f"rollout.bundle={bundle}", f"run_dir={folder}", "checkpoint.every=1",
         f"learner.parallel.expert={ranks}", "train.export=false", *overrides,
     ]  # fmt: skip
-    if alone is None:
-        alone = folder / "alone"
+    if undisturbed is None:
+        undisturbed = folder / "alone"
         if _start(config, [*settings, "name=alone"], ranks).wait():
             raise SystemExit("the run that was left alone failed")
-    expected, done, hit, identical, rounds = metrics_of(alone), 0, set[int](), True, 0
+    expected, done, hit, identical, rounds = metrics_of(undisturbed), 0, set[int](), True, 0
     balanced = books_balance(expected)
     step_s = expected[-1]["time/step_s"]
     while done < kills:
@@ -122,12 +122,12 @@ def _kill_until_finished(
     Returns the number of kills.
     """
     while True:
-        before, process = len(metrics_of(run)), _start(config, settings, ranks)
+        steps_done, process = len(metrics_of(run)), _start(config, settings, ranks)
         if done < kills:
             if rng.random() < STARTUP_SHARE:
                 _wait(process, rng.uniform(0.0, 8.0))
             else:
-                while process.poll() is None and len(metrics_of(run)) <= before:
+                while process.poll() is None and len(metrics_of(run)) <= steps_done:
                     time.sleep(0.01)
                 _wait(process, rng.uniform(0.0, 3 * step_s))
             if process.poll() is None:
@@ -158,9 +158,9 @@ def kill_everything(process: subprocess.Popen[bytes]) -> None:
         everyone = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:
         return
-    for one in everyone:
+    for member in everyone:
         try:
-            one.kill()
+            member.kill()
         except psutil.NoSuchProcess:
             continue
     process.wait()

@@ -5,9 +5,9 @@ measures every process of it once a second. Without a configuration of your own,
 SGLang server, with a reward function, probes, checkpoints, evaluations and two learner ranks (`soak_job`).
 `record.bundle=DIR` records it. `rollout.engine=bundle rollout.bundle=DIR` runs on the recording, without a server.
 
-The verdict on each process is that of `growth` on its memory. It is `handles` when the process ends with more files,
-sockets or threads than in the second quarter of the steps. The exit status is 1 when one of our processes, the run
-folder or the pushes grow. SGLang's growth is only shown.
+The verdict on each process is the result of `growth` for its memory. It is `handles` when the process ends with more
+files, sockets or threads than in the second quarter of the steps. The exit status is 1 when one of our processes, the
+run folder or the pushes grow. SGLang's growth is only shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.options import command_line
-from benchmarks.processes import Look, numbered, watch
+from benchmarks.processes import Reading, numbered, watch
 from benchmarks.short_run import metrics_of
 from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
@@ -34,10 +34,10 @@ PUSHES = Path("/dev/shm")
 LOGS = ("*.log", "*.jsonl", "*.html", "transcripts/*")
 """Files that a run appends to at each step; they are expected to grow."""
 SPARE_HANDLES = 2
-"""A file or thread more or less at the moment of a look is no growth."""
+"""A file or thread more or less at the moment of a reading is no growth."""
 GOOD = ("flat", "levels off")
 MIN_STEPS = 100
-"""Fewer are over before every block of `growth` was looked at."""
+"""Fewer are over before every block of `growth` was read."""
 MIB = 1 << 20
 
 
@@ -45,11 +45,11 @@ MIB = 1 << 20
 class Kept:
     """Measurements of one folder: the last finished step, bytes and files at each."""
 
-    looks: list[tuple[int, int, int]] = field(default_factory=list)
+    readings: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def look(self, step: int, paths: Iterable[Path]) -> None:
+    def add(self, step: int, paths: Iterable[Path]) -> None:
         sizes = [size for path in paths if (size := _size(path)) is not None]
-        self.looks.append((step, sum(sizes), len(sizes)))
+        self.readings.append((step, sum(sizes), len(sizes)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         def step() -> int:
             return steps_in(run / "metrics.jsonl")
 
-        def look_at_files() -> None:
-            kept["run folder without logs"].look(step(), state_files(run))
+        def read_files() -> None:
+            kept["run folder without logs"].add(step(), state_files(run))
             pushed = [file for root in PUSHES.glob(f"moe-trm-*-{NAME}") for file in files_in(root)]
-            kept["pushes in shared memory"].look(step(), pushed)
+            kept["pushes in shared memory"].add(step(), pushed)
 
-        looks = watch([sys.executable, "-m", "moe_trm", "train", str(config), *settings], step, look_at_files)
+        readings = watch([sys.executable, "-m", "moe_trm", "train", str(config), *settings], step, read_files)
         metrics = metrics_of(run)
-    rows = [row for name, seen in looks if (row := process_row(name, seen, args.steps))]
+    rows = [row for name, seen in readings if (row := process_row(name, seen, args.steps))]
     for row, name in zip(rows, numbered([str(row["process"]) for row in rows]), strict=True):
         row["process"] = name
     rows += [row for name, place in kept.items() if (row := place_row(name, place, args.steps))]
@@ -88,23 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "with its standard error, after the first quarter of the steps and over the second half; handles gained since "
         "the second quarter"
     )
-    raw = [{"process": name, "looks": [astuple(each) for each in seen]} for name, seen in looks]
-    report(title, rows, args.json, {"look": [each.name for each in fields(Look)], "processes": raw})
+    raw = [{"process": name, "looks": [astuple(reading) for reading in seen]} for name, seen in readings]
+    report(title, rows, args.json, {"look": [column.name for column in fields(Reading)], "processes": raw})
     ours = [row for row in rows if not str(row["process"]).startswith("SGLang")]
     return 0 if len(metrics) == args.steps + 1 and all(row["verdict"] in GOOD for row in ours) else 1
 
 
-def process_row(name: str, looks: Sequence[Look], steps: int) -> Row | None:
+def process_row(name: str, readings: Sequence[Reading], steps: int) -> Row | None:
     """One process in figures; None for one that did not live through the run."""
-    row = _growth_row(name, [look.step for look in looks], [look.memory for look in looks], steps)
+    row = _growth_row(name, [reading.step for reading in readings], [reading.memory for reading in readings], steps)
     if row is None:
         return None
-    second, last = _quarters(looks, steps)
-    row["RSS MiB"], gained = _median(look.resident for look in last) / MIB, {}
+    second, last = _quarters(readings, steps)
+    row["RSS MiB"], gained = _median(reading.resident for reading in last) / MIB, {}
     for handle in ("files", "sockets", "threads"):
-        before, after = (_median(getattr(look, handle) for look in part) for part in (second, last))
-        gained[handle] = int(after - before)
-        row[handle] = f"{after:.0f}{f' {gained[handle]:+}' if gained[handle] else ''}"
+        earlier, later = (_median(getattr(reading, handle) for reading in part) for part in (second, last))
+        gained[handle] = int(later - earlier)
+        row[handle] = f"{later:.0f}{f' {gained[handle]:+}' if gained[handle] else ''}"
     if any(more > SPARE_HANDLES for more in gained.values()):
         row["verdict"] = f"{row['verdict']}, handles"
     return {**row, "verdict": row.pop("verdict")}
@@ -112,8 +112,8 @@ def process_row(name: str, looks: Sequence[Look], steps: int) -> Row | None:
 
 def place_row(name: str, kept: Kept, steps: int) -> Row | None:
     """The same of files on a disk."""
-    row = _growth_row(name, [look[0] for look in kept.looks], [look[1] for look in kept.looks], steps)
-    files = _median(number for step, _, number in kept.looks if step >= 3 * steps / 4) if row else 0
+    row = _growth_row(name, [reading[0] for reading in kept.readings], [reading[1] for reading in kept.readings], steps)
+    files = _median(number for step, _, number in kept.readings if step >= 3 * steps / 4) if row else 0
     return row and {
         **row,
         "RSS MiB": "",
@@ -140,15 +140,15 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def _growth_row(name: str, steps: Sequence[int], values: Sequence[int], num_steps: int) -> Row | None:
-    found = growth(np.array(steps, np.float64), np.array(values, np.float64), num_steps)
-    if found is None:
+    trend = growth(np.array(steps, np.float64), np.array(values, np.float64), num_steps)
+    if trend is None:
         return None
     return {
         "process": name,
         "MiB": _median(value for step, value in zip(steps, values, strict=True) if step >= 3 * num_steps / 4) / MIB,
-        "growth": _rate(found.settled),
-        "late growth": _rate(found.late),
-        "verdict": found.verdict,
+        "growth": _rate(trend.settled),
+        "late growth": _rate(trend.late),
+        "verdict": trend.verdict,
     }
 
 
@@ -157,9 +157,9 @@ def _rate(line: Line) -> str:
     return f"{100 * line.slope / MIB:.3f} ± {100 * line.error / MIB:.3f}"
 
 
-def _quarters(looks: Sequence[Look], steps: int) -> tuple[list[Look], list[Look]]:
-    second = [look for look in looks if steps / 4 <= look.step < steps / 2]
-    return second, [look for look in looks if look.step >= 3 * steps / 4]
+def _quarters(readings: Sequence[Reading], steps: int) -> tuple[list[Reading], list[Reading]]:
+    second = [reading for reading in readings if steps / 4 <= reading.step < steps / 2]
+    return second, [reading for reading in readings if reading.step >= 3 * steps / 4]
 
 
 def _median(values: Iterable[float]) -> float:

@@ -1,9 +1,9 @@
 """Stops a real run at 14 moments, from its first instruction to its steps, and counts all that is left 10 s later.
 
 `python -m tests.drills.stop_drill [--only NUMBER ...] [--json FILE] [key=value ...]` trains a tiny model of `soak_job`
-with a server, two learner ranks, a controller and agents that are commands. Each of these starts a process in a
-session of its own, which nobody would find by its parent. `moe-trm train` is asked to stop (SIGTERM, Ctrl-C), is
-killed, or loses a process. The same command goes on from there. The last start runs to its end.
+with a server, two learner ranks, a controller and agents that are commands. Each of these starts a process in a session
+of its own, which nobody would find by its parent. `moe-trm train` gets SIGTERM or Ctrl-C, is killed, or loses a
+process. The same command goes on from there. The last start runs to its end.
 
 The drill runs where no other program is (`tests.drills.apart`), so everything that it finds is the run's: processes,
 entries of /dev/shm, entries of `TMPDIR`, and files with the controller's key. The run holds when no process is left at
@@ -33,7 +33,7 @@ from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
 from launch.job import learner_environment
 from moe_trm.rollout import access
-from tests.drills.apart import apart
+from tests.drills.apart import run_isolated
 
 LEFT_S = 10.0
 """Time after the end of `moe-trm train` in which all that it started has to be gone."""
@@ -71,7 +71,7 @@ class Moment:
         name: in the table.
         sees: the process that has to be there (`benchmarks.processes.ROLES`); `step`: a step has to be done.
         delay_s: after that.
-        by: what stops it.
+        by: the signal that stops it.
         victim: the process that gets a SIGKILL.
     """
 
@@ -106,7 +106,7 @@ MOMENTS = (
 
 
 @dataclass(frozen=True)
-class Left:
+class Leftovers:
     """All that a run left behind, by name."""
 
     processes: Sequence[str]
@@ -125,24 +125,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help=f"moments, of 1 to {len(MOMENTS)}")
     args = parser.parse_intermixed_args(argv)
-    if (code := apart("tests.drills.stop_drill", sys.argv[1:] if argv is None else argv)) is not None:
+    if (code := run_isolated("tests.drills.stop_drill", sys.argv[1:] if argv is None else argv)) is not None:
         return code
-    chosen = [MOMENTS[number - 1] for number in args.only] if args.only else MOMENTS
+    moments = [MOMENTS[number - 1] for number in args.only] if args.only else MOMENTS
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="stop-drill-") as temporary:
         folder = Path(temporary)
         (folder / "tmp").mkdir()
         (folder / "agent.py").write_text(AGENT, encoding="utf-8")
         config = write_job(folder)
-        for moment in chosen:
+        for moment in moments:
             started = start(config, folder, ENDLESS, args.overrides)
             rows.append(stopped(moment, started, folder))
             print(rows[-1], flush=True)
         done = start(config, folder, len(metrics_of(folder / NAME)) + MORE_STEPS, args.overrides)
         code = done.wait()
-        last = found(folder, LEFT_S)
+        last = find_leftovers(folder, LEFT_S)
     holds = not last.processes and not last.files and code == 0
-    rows.append(row_of("runs to its end", "", 0.0, code, last, "holds" if holds else f"left: {told(last)}"))
+    rows.append(row_of("runs to its end", "", 0.0, code, last, "holds" if holds else f"left: {names_of(last)}"))
     report(f"All that is left {LEFT_S:g} s after a stop", rows, args.json)
     return 0 if all(row["verdict"] == "holds" for row in rows) else 1
 
@@ -169,11 +169,11 @@ def stopped(moment: Moment, run: subprocess.Popen[bytes], folder: Path) -> Row:
     """Wait for the moment, stop the run, and look for what is left."""
     await_moment(moment, run, folder)
     time.sleep(moment.delay_s)
-    begun = time.monotonic()
+    start_s = time.monotonic()
     if moment.by == "SIGTERM":
         run.terminate()
     elif moment.by == "SIGKILL":
-        victim = next((each for each in others() if name_of(each) == moment.victim), None)
+        victim = next((process for process in other_processes() if name_of(process) == moment.victim), None)
         if victim is None:
             raise SystemExit(f"there is no {moment.victim}")
         victim.kill()
@@ -186,68 +186,68 @@ def stopped(moment: Moment, run: subprocess.Popen[bytes], folder: Path) -> Row:
         code = run.wait(WAIT_S)
     except subprocess.TimeoutExpired:
         raise SystemExit(f"{moment}: it did not end\n{(folder / 'run.log').read_text()[-4000:]}") from None
-    ended = time.monotonic() - begun
-    left = found(folder, LEFT_S)
-    holds = not left.processes and not (moment.cleans and left.files)
+    ended = time.monotonic() - start_s
+    leftovers = find_leftovers(folder, LEFT_S)
+    holds = not leftovers.processes and not (moment.cleans and leftovers.files)
     by = moment.by + (f" of a {moment.victim}" if moment.victim != "moe-trm train" else "")
-    return row_of(moment.name, by, ended, code, left, "holds" if holds else f"left: {told(left)}")
+    return row_of(moment.name, by, ended, code, leftovers, "holds" if holds else f"left: {names_of(leftovers)}")
 
 
-def row_of(name: str, by: str, ended_s: float, code: int, left: Left, verdict: str) -> Row:
+def row_of(name: str, by: str, ended_s: float, code: int, leftovers: Leftovers, verdict: str) -> Row:
     """One line of the table."""
     return {
         "moment": name,
         "stopped by": by,
         "ended after s": round(ended_s, 1),
         "exit code": code,
-        "processes": len(left.processes),
-        "in /dev/shm": len(left.shared),
-        "in TMPDIR": len(left.temporary),
-        "keys": len(left.keys),
+        "processes": len(leftovers.processes),
+        "in /dev/shm": len(leftovers.shared),
+        "in TMPDIR": len(leftovers.temporary),
+        "keys": len(leftovers.keys),
         "verdict": verdict,
     }
 
 
-def told(left: Left) -> str:
+def names_of(leftovers: Leftovers) -> str:
     """The names of all that is left."""
-    return ", ".join([*left.processes, *left.files])
+    return ", ".join([*leftovers.processes, *leftovers.files])
 
 
 def await_moment(moment: Moment, run: subprocess.Popen[bytes], folder: Path) -> None:
     """Return when the process is there, or a step of this start is done."""
-    before, until = len(metrics_of(folder / NAME)), time.monotonic() + WAIT_S
+    steps_done, until = len(metrics_of(folder / NAME)), time.monotonic() + WAIT_S
     while True:
-        if moment.sees == "step" and len(metrics_of(folder / NAME)) > max(1, before):
+        if moment.sees == "step" and len(metrics_of(folder / NAME)) > max(1, steps_done):
             return
-        if moment.sees != "step" and any(name_of(process) == moment.sees for process in others()):
+        if moment.sees != "step" and any(name_of(process) == moment.sees for process in other_processes()):
             return
         if run.poll() is not None or time.monotonic() > until:
             raise SystemExit(f"{moment} did not come\n{(folder / 'run.log').read_text()[-4000:]}")
         time.sleep(POLL_S)
 
 
-def found(folder: Path, within_s: float) -> Left:
+def find_leftovers(folder: Path, within_s: float) -> Leftovers:
     """All that is left; looked for again until nothing is, or the time is over."""
     until = time.monotonic() + within_s
     while True:
-        left = Left(
-            [name_of(process) for process in others()],
+        leftovers = Leftovers(
+            [name_of(process) for process in other_processes()],
             [path.name for path in SHARED.iterdir()],
             [path.name for path in (folder / "tmp").iterdir()],
             [path.name for path in (folder / NAME).rglob(f"*{access.FILE}*")] if (folder / NAME).is_dir() else [],
         )
-        if not (left.processes or left.files) or time.monotonic() > until:
-            return left
+        if not (leftovers.processes or leftovers.files) or time.monotonic() > until:
+            return leftovers
         time.sleep(POLL_S)
 
 
-def others() -> list[psutil.Process]:
+def other_processes() -> list[psutil.Process]:
     """All processes of this world but the drill and its init."""
-    return [each for each in psutil.process_iter() if each.pid not in (1, os.getpid()) and name_of(each)]
+    return [process for process in psutil.process_iter() if process.pid not in (1, os.getpid()) and name_of(process)]
 
 
 def name_of(process: psutil.Process) -> str:
-    """What it is; empty for one that has ended."""
+    """Its role; empty for one that has ended."""
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
             return role(process.cmdline())

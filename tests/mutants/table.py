@@ -25,7 +25,7 @@ class Mutant:
         function: qualified name, such as `Class.method`; empty for the module as a whole.
         rule: the wrong rule that the mutant follows.
         old: an expression or a statement that the function has exactly once; layout and comments do not matter.
-        new: what takes its place.
+        new: the code that takes its place.
         tests: arguments of pytest, files or node ids.
     """
 
@@ -52,11 +52,11 @@ class Mutant:
         if scope is None:
             raise LookupError(f"{self.rule}: {self.file} has no {self.function}{self._elsewhere(root)}")
         old, new = parsed(self.old), parsed(self.new)
-        found = [node for node in ast.walk(scope) if ast.dump(node) == ast.dump(old)]
-        if len(found) != 1 or ast.dump(old) == ast.dump(new):
+        matches = [node for node in ast.walk(scope) if ast.dump(node) == ast.dump(old)]
+        if len(matches) != 1 or ast.dump(old) == ast.dump(new):
             place = f"{self.function or 'the module'} of {self.file}"
-            raise LookupError(f"{self.rule}: `{self.old}` stands {len(found)} times in {place}, expected once")
-        path.write_text(ast.unparse(ast.fix_missing_locations(_Replacement(found[0], new).visit(tree))))
+            raise LookupError(f"{self.rule}: `{self.old}` stands {len(matches)} times in {place}, expected once")
+        path.write_text(ast.unparse(ast.fix_missing_locations(_Replacement(matches[0], new).visit(tree))))
         return text
 
     def _elsewhere(self, root: Path) -> str:

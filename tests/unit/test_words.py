@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BARE = frozenset(
     {
@@ -14,6 +16,8 @@ BARE = frozenset(
         *("every", "whole", "there", "some", "left", "now", "before", "these", "both", "apart", "alone", "whose"),
     }
 )
+PRODUCT = ("moe_trm", "routing", "launch", "packages")
+TOOLS = (("benchmarks",), ("examples",), ("docs/make",), ("tests/drills", "tests/mutants", "tests/standins"))
 MOST = 0.005
 """Share of all names that are bound. Other projects of the field have 0.001."""
 
@@ -27,12 +31,14 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.arg
 
 
-def test_names_say_what_they_hold() -> None:
+@pytest.mark.parametrize("folders", [PRODUCT, *TOOLS], ids=lambda folders: folders[0])
+def test_names_say_what_they_hold(folders: tuple[str, ...]) -> None:
     names = Counter[str]()
-    for folder in ("moe_trm", "routing", "launch", "packages"):
+    for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):
             if "build" not in path.relative_to(ROOT).parts:
                 names.update(bound_names(ast.parse(path.read_text(encoding="utf-8"))))
+    assert names
     bare = Counter({name: names[name] for name in BARE})
     assert bare.total() <= MOST * names.total(), bare.most_common(8)
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's interface in plain torch: the modules, arguments and parameters that Megatron-Core asks for.
+"""Transformer Engine's interface in plain torch: the modules, arguments and parameters that Megatron-Core uses.
 
 Signatures are complete and take nothing more, so a call with a wrong name or too many arguments fails as it does on a
 GPU. What is not here cannot be imported: Megatron-Core then goes without it, as with another version.

@@ -14,7 +14,7 @@ GAIN = "{gain router_noise R3 none}"
 """0.2650 [0.1745, 0.3555]."""
 
 
-@pytest.mark.parametrize("claims", list(check.every()), ids=lambda claims: claims.page)
+@pytest.mark.parametrize("claims", list(check.all_claims()), ids=lambda claims: claims.page)
 def test_every_figure_of_a_page_is_in_a_result_file(claims: Claims) -> None:
     reading = read((measures.REPOSITORY / claims.page).read_text(encoding="utf-8"), claims)
     assert not reading.problems, "\n".join(reading.problems)
@@ -34,11 +34,11 @@ def test_a_right_figure_is_right_across_lines_and_as_far_as_it_is_printed() -> N
 
 
 @pytest.mark.parametrize("figure", ["0.28 [0.17, 0.36]", "0.26 [0.19, 0.36]", "-0.26 [0.17, 0.36]"])
-def test_a_wrong_figure_is_reported_and_mended(figure: str) -> None:
+def test_a_wrong_figure_is_reported_and_corrected(figure: str) -> None:
     reading = read(f"R3 ends {figure} above", claims_of(f"ends {GAIN} above"))
     assert reading.problems[0].startswith(f"stated: ends {figure} above")
     assert reading.problems[0].endswith("computed: ends 0.26 [0.17, 0.36] above")
-    assert reading.mended == "R3 ends 0.26 [0.17, 0.36] above"
+    assert reading.corrected == "R3 ends 0.26 [0.17, 0.36] above"
 
 
 def test_a_missing_statement_is_reported() -> None:

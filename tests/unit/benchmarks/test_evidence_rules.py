@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import length
-from benchmarks.evidence.budget import said, sampler, weights
+from benchmarks.evidence.budget import sampler, weights, words_for
 from benchmarks.evidence.calibrate import mean_age, thresholds
 from benchmarks.evidence.chain import Divergence, softmax
 from benchmarks.evidence.collapse import Course, Setting, area, direction, logistic, train
@@ -98,7 +98,7 @@ def test_weights_of_the_budget_and_words_for_its_gains() -> None:
     assert (weights("none", log_ratios) == 1).all()
     assert weights("token", log_ratios).max() == 2
     assert weights("masked", log_ratios).all(1).sum() == 36
-    assert [said(0.1, 0.2), said(-0.2, -0.1), said(-0.001, 0.002), said(-0.1, 0.002)] == [
+    assert [words_for(0.1, 0.2), words_for(-0.2, -0.1), words_for(-0.001, 0.002), words_for(-0.1, 0.002)] == [
         "gains", "loses", "not shown, and below 0.01", "not shown",
     ]  # fmt: skip
 

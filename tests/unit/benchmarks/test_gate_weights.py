@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.engines.hf import HFScorer
 from benchmarks.engines.scored import Setting, Text
-from benchmarks.gate_weights import given
+from benchmarks.gate_weights import with_gate_weights
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import make_checkpoint
 
@@ -29,16 +29,16 @@ def test_the_experts_are_given_the_weights_of_their_ids(tmp_path: Path) -> None:
         )
         for n, layer in enumerate(own.routes.layer_ids)
     }
-    with given(scorer.model, told):
+    with with_gate_weights(scorer.model, told):
         [same] = scorer.score([text], [own.routes])
     np.testing.assert_allclose(same.logprobs, own.logprobs, atol=1e-5)
     uneven = {
         layer: (ids, weights * torch.tensor([1.2] + [0.8] * (ids.shape[1] - 1)))
         for layer, (ids, weights) in told.items()
     }
-    with given(scorer.model, uneven):
+    with with_gate_weights(scorer.model, uneven):
         [other] = scorer.score([text], [own.routes])
     assert np.abs(other.logprobs - own.logprobs).max() > 1e-3
     wrong = {layer: ((ids + 1) % scorer.model.config.num_experts, weights) for layer, (ids, weights) in told.items()}
-    with given(scorer.model, wrong), pytest.raises(MoeTrmError, match="not those"):
+    with with_gate_weights(scorer.model, wrong), pytest.raises(MoeTrmError, match="other experts"):
         scorer.score([text], [own.routes])

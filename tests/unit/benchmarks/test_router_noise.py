@@ -76,7 +76,7 @@ def test_replay_that_gains_is_shown_where_nothing_falls_without() -> None:
     held = replace(DYING, rewards=(0.3,) * STEPS)
     said, shown = verdict(held, LIVING)
     assert shown
-    assert "+0.14 from that without" in said[3]
+    assert "+0.14 from the reward without" in said[3]
     assert not verdict(replace(DYING, rewards=(0.4,) * STEPS), LIVING)[1], "a gain below 0.1"
 
 

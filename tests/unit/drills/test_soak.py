@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.processes import Look, look, role, watch
+from benchmarks.processes import Reading, reading_of, role, watch
 from tests.drills.soak import Kept, place_row, process_row, state_files, steps_in
 
 MIB = 1 << 20
-STEADY = Look(step=0, memory=100 * MIB, resident=300 * MIB, files=20, sockets=4, threads=8)
+STEADY = Reading(step=0, memory=100 * MIB, resident=300 * MIB, files=20, sockets=4, threads=8)
 
 linux = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 
 
 @linux
-def test_a_look_sees_memory_files_sockets_and_threads() -> None:
+def test_a_reading_has_memory_files_sockets_and_threads() -> None:
     code = (
         "import socket, sys, threading\n"
         "held = bytearray(b'x') * (64 << 20)\n"
@@ -31,7 +31,7 @@ def test_a_look_sees_memory_files_sockets_and_threads() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
-        seen = look(psutil.Process(child.pid), step=7)
+        seen = reading_of(psutil.Process(child.pid), step=7)
         child.communicate()
     assert seen.step == 7
     assert 64 * MIB < seen.memory < seen.resident < 128 * MIB
@@ -44,9 +44,11 @@ def test_a_job_and_what_it_starts_are_watched_to_their_end(tmp_path: Path) -> No
     child.write_text("import time; time.sleep(1.5)")
     job.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(child)!r}])")
     counted = iter(range(100))
-    looks = dict(watch([sys.executable, str(job)], lambda: next(counted), lambda: None))
-    assert [name for name in looks if name != "lifeline"] == [f"{sys.executable} {job}"[-40:]]
-    assert [each.step for each in looks["lifeline"]] == sorted(each.step for each in looks["lifeline"])
+    readings = dict(watch([sys.executable, str(job)], lambda: next(counted), lambda: None))
+    assert [name for name in readings if name != "lifeline"] == [f"{sys.executable} {job}"[-40:]]
+    assert [reading.step for reading in readings["lifeline"]] == sorted(
+        reading.step for reading in readings["lifeline"]
+    )
 
 
 @linux
@@ -90,8 +92,8 @@ def test_a_steady_process_is_flat() -> None:
 
 @pytest.mark.parametrize("handle", ["files", "sockets", "threads"])
 def test_handles_that_are_not_given_back_are_told(handle: str) -> None:
-    looks = [replace(STEADY, step=step, **{handle: step // 10}) for step in range(101)]
-    row = process_row("rank", looks, steps=100)
+    readings = [replace(STEADY, step=step, **{handle: step // 10}) for step in range(101)]
+    row = process_row("rank", readings, steps=100)
     assert row is not None
     assert (row[handle], row["verdict"]) == ("8 +5", "flat, handles")
 
@@ -113,8 +115,8 @@ def test_logs_are_no_state(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"1234")
     kept = Kept()
     for step in range(101):
-        kept.look(step, state_files(tmp_path))
-    assert kept.looks[0] == (0, 4, 1)
+        kept.add(step, state_files(tmp_path))
+    assert kept.readings[0] == (0, 4, 1)
     row = place_row("run", kept, 100)
     assert row is not None
     assert (row["files"], row["verdict"]) == ("1", "flat")

@@ -1,4 +1,4 @@
-"""The drill of stops: its processes exist, it looks where no other program is, and it tells all that is left."""
+"""The drill of stops: its processes exist, it looks where no other program is, and it lists all that is left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.processes import ROLES
 from tests.drills import stop_drill
-from tests.drills.apart import apart
-from tests.drills.stop_drill import MOMENTS, NAME, found, told
+from tests.drills.apart import run_isolated
+from tests.drills.stop_drill import MOMENTS, NAME, find_leftovers, names_of
 
 ALONE = """
 import os
@@ -33,19 +33,19 @@ def test_all_that_a_run_left_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / folder).mkdir()
     monkeypatch.setattr(stop_drill, "SHARED", tmp_path / "shm")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        monkeypatch.setattr(stop_drill, "others", lambda: [psutil.Process(process.pid)])
+        monkeypatch.setattr(stop_drill, "other_processes", lambda: [psutil.Process(process.pid)])
         (tmp_path / "shm" / "moe-trm-a").mkdir()
         (tmp_path / "tmp" / "moe-trm-b").mkdir()
         (tmp_path / NAME / ".controller-access.json.x").touch()
-        left = found(tmp_path, 0.1)
-        assert told(left).split(", ")[1:] == ["moe-trm-a", "moe-trm-b", ".controller-access.json.x"]
-        assert len(left.processes) == 1
+        leftovers = find_leftovers(tmp_path, 0.1)
+        assert names_of(leftovers).split(", ")[1:] == ["moe-trm-a", "moe-trm-b", ".controller-access.json.x"]
+        assert len(leftovers.processes) == 1
         process.communicate(b"\n")
-    monkeypatch.setattr(stop_drill, "others", list)
+    monkeypatch.setattr(stop_drill, "other_processes", list)
     for path in ("shm/moe-trm-a", "tmp/moe-trm-b"):
         (tmp_path / path).rmdir()
     (tmp_path / NAME / ".controller-access.json.x").unlink()
-    assert not told(found(tmp_path, 60.0))
+    assert not names_of(find_leftovers(tmp_path, 60.0))
 
 
 def test_a_benchmark_apart_sees_no_other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,5 +53,5 @@ def test_a_benchmark_apart_sees_no_other_program(tmp_path: Path, monkeypatch: py
         pytest.skip("this machine gives no namespaces")
     (tmp_path / "alone.py").write_text(ALONE)
     monkeypatch.chdir(tmp_path)
-    assert apart("alone", []) == 0
+    assert run_isolated("alone", []) == 0
     assert (tmp_path / "seen").read_text() == "2 []\n"

@@ -1,4 +1,4 @@
-"""What is not of one framework."""
+"""Parts that belong to no framework."""
 
 from . import recipe
 

@@ -92,11 +92,11 @@ class DotProductAttention(nn.Module):
         lengths = [end - start for start, end in pairwise(ends)]
         assert max_seqlen_q is not None
         assert max(lengths) <= max_seqlen_q
-        parts = zip(*(each.split(lengths) for each in operands), strict=True)
-        return torch.cat([self._attend(*(part[:, None] for part in own))[:, 0] for own in parts]).flatten(1)
+        parts = zip(*(operand.split(lengths) for operand in operands), strict=True)
+        return torch.cat([self._attend(*(part[:, None] for part in sequence))[:, 0] for sequence in parts]).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (operand.permute(1, 2, 0, 3) for operand in (query, key, value))
         scale = self.softmax_scale
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        return found.permute(2, 0, 1, 3)
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        return output.permute(2, 0, 1, 3)

@@ -2,7 +2,7 @@
 
 
 class CudaRNGStatesTracker:
-    """Megatron-Core has its own unless it is asked for this one."""
+    """Megatron-Core uses its own unless it is configured to use this one."""
 
 
 class activation_recompute_forward:  # noqa: N801 (its name there)

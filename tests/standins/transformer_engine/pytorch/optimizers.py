@@ -80,4 +80,4 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor | None]:
     """The norm of all."""
     assert not per_tensor
-    return torch.stack([each.float().norm() for each in tensor_lists[0]]).norm()[None], None
+    return torch.stack([tensor.float().norm() for tensor in tensor_lists[0]]).norm()[None], None
