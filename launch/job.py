@@ -47,7 +47,7 @@ class Learner(Protocol):
         """Exit status, None while it runs."""
 
     def send_signal(self, number: int, /) -> None:
-        """SIGTERM asks the ranks to finish their step and save; a second one ends them."""
+        """SIGTERM asks the ranks to finish what they train and save; a second one ends them."""
 
     def __enter__(self) -> Learner: ...
 
@@ -216,8 +216,8 @@ def _given_up(server: RolloutProcess, signals: Signals) -> int | None:
 def watch(learner: Learner, signals: Signals, server: RolloutProcess | None = None) -> int:
     """Wait for the learner; returns its exit code, or the code of a stop signal or of a failed server.
 
-    A signal is for the ranks: at the first they finish their step, save and end; at the second they end at once. While
-    `server` starts, a signal or its failure ends this wait.
+    A signal is for the ranks: at the first they finish their update, save and end; at the second they end at once.
+    While `server` starts, a signal or its failure ends this wait.
     """
     passed_on = 0
     while (status := learner.poll()) is None:
@@ -228,7 +228,7 @@ def watch(learner: Learner, signals: Signals, server: RolloutProcess | None = No
             learner.send_signal(signal.SIGTERM)
             passed_on += 1
             if passed_on == 1:
-                notice = "asked to stop: the step in progress is finished and saved; once more ends it at once"
+                notice = "asked to stop: what is being trained is finished and saved; once more ends it at once"
                 print(notice, flush=True)
         time.sleep(POLL_S)
     if status and signals.first:

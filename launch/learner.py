@@ -171,7 +171,10 @@ def run(
         attempt = Peers().gather(attempt.encode())[0].decode()
         learner = build_learner(config)
         access = await_access(run_dir, attempt)
-        rollouts = stack.enter_context(connect(access, (rank, world_size), learner, process, sinks))
+        client = connect(
+            access, (rank, world_size), learner, process, sinks, interruption=interruption, streams=config.parts > 1
+        )
+        rollouts = stack.enter_context(client)
         # Servers may take longer to load than a collective of the ranks may: so every rank waits here.
         rollouts.begin()
         pusher = build_pusher(config, rank, learner, rollouts, access, host)
@@ -218,7 +221,14 @@ def meet(host: Host, file: str | None) -> tuple[Store, int, int]:
 
 
 def connect(
-    access: Access, ranks: tuple[int, int], learner: Learner, process: ControllerProcess | None, sinks: Sequence[Sink]
+    access: Access,
+    ranks: tuple[int, int],
+    learner: Learner,
+    process: ControllerProcess | None,
+    sinks: Sequence[Sink],
+    *,
+    interruption: Interruption,
+    streams: bool,
 ) -> RolloutClient:
     """This rank's client of the controller, which `process` is on the first rank."""
 
@@ -234,6 +244,8 @@ def connect(
         process=process,
         public_key=access.public_key,
         watch=watch if sinks else None,
+        asked=lambda: interruption.requested,
+        streams=streams,
     )
 
 

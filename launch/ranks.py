@@ -6,7 +6,7 @@ differences:
 
 - A failed rank's own message is the last word, not torchrun's traceback.
 - An error that can only repeat uses up no restart.
-- SIGINT or SIGTERM lets the ranks finish their step and save, however long that takes; a second one ends them.
+- SIGINT or SIGTERM lets the ranks finish their update and save, however long that takes; a second one ends them.
 - There is a report, however the ranks end.
 - torchrun and the ranks meet in private files, not at ports that everybody reaches.
 """
@@ -46,7 +46,7 @@ SHUTDOWN_PATIENCE_S = 10
 
 
 class Stop:
-    """The first SIGINT or SIGTERM is passed on to the ranks, which end after their step; the second ends them.
+    """The first SIGINT or SIGTERM is passed on to the ranks, which end after their update; the second ends them.
 
     A thread waits for them, and torchrun's own code is never interrupted: it would swallow what a handler raises. The
     ranks begin with both signals blocked, so that none is lost before their first instruction (`launch.train`). A rank

@@ -17,7 +17,7 @@
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# Five minutes before the end, the learner finishes its step and saves.
+# Five minutes before the end, the learner finishes its update and saves.
 #SBATCH --signal=B:TERM@300
 
 set -euo pipefail
@@ -42,7 +42,7 @@ export MOE_TRM_API_KEY
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A fresh store for ranks that are started again: the old one still has the addresses of those that died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Ranks that were asked to stop may take this many seconds to finish their step and save.
+# Ranks that were asked to stop may take this many seconds to finish their update and save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}
 
 srun --nodes="${#servers[@]}" --ntasks="${#servers[@]}" --nodelist="$(join "${servers[@]}")" \

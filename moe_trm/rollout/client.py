@@ -44,6 +44,8 @@ _POLL_MS = 500
 FIRST_CONTACT_S, LOST_S = 1800.0, 8.0
 """Longest time until a controller that is being started takes connections (it reads the prompts first), and longest
 without one afterwards. A loaded machine gets more."""
+LOST_WHILE_STOPPING_S = 2.0
+"""Longest time without a connection for a rank that was asked to stop: its launcher kills it soon, loaded or not."""
 
 
 class Connection:
@@ -53,14 +55,17 @@ class Connection:
         self._monitor: Socket[bytes] = socket.get_monitor_socket(Event.HANDSHAKE_SUCCEEDED | Event.DISCONNECTED)
         self._socket, self._apart_since, self._limit_s = socket, time.monotonic(), FIRST_CONTACT_S
 
-    @property
-    def lost_s(self) -> float:
-        """Seconds without a connection beyond what is usual; 0 while there is one, or may soon be."""
+    def lost_s(self, *, stopping: bool) -> float:
+        """Seconds without a connection beyond what is usual; 0 while there is one, or may soon be.
+
+        `stopping`: this rank was asked to stop.
+        """
         while self._monitor.poll(0):
             made = recv_monitor_message(self._monitor)["event"] == Event.HANDSHAKE_SUCCEEDED
             self._apart_since, self._limit_s = math.inf if made else time.monotonic(), LOST_S
         apart_s = time.monotonic() - self._apart_since
-        return apart_s if apart_s > patient(self._limit_s) else 0.0
+        limit_s = LOST_WHILE_STOPPING_S if stopping else patient(self._limit_s)
+        return apart_s if apart_s > limit_s else 0.0
 
     def close(self) -> None:
         """End the watch, before the socket is closed."""
@@ -153,6 +158,8 @@ class RolloutClient:
         process: the controller, on the rank that started it.
         public_key: of a controller that speaks CurveZMQ; empty for one on this machine.
         watch: told the state of the rollout servers again and again while this rank waits.
+        asked: true once this rank was asked to stop.
+        streams: steps are trained in parts. One that has begun is finished, so its samples are still waited for.
     """
 
     def __init__(
@@ -165,9 +172,12 @@ class RolloutClient:
         process: ControllerProcess | None = None,
         public_key: str = "",
         watch: Callable[[tuple[ServerState, ...]], None] | None = None,
+        asked: Callable[[], object] = bool,
+        streams: bool = False,
     ) -> None:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
         self._watch, self._look, self._lost = watch, 0, False
+        self._stopping, self._leaves = asked, {"push", "evaluate"} if streams else {"push", "evaluate", "batch"}
         self._number, self._asked, self._since = 0, list[bytes | memoryview](), 0.0
         self.proves_tensors = True
         """False once a push said that every one has to be proved by use."""
@@ -264,12 +274,16 @@ class RolloutClient:
 
     def _receive(self, op: str) -> ControllerReply:
         """The answer to the last request; the servers are looked at meanwhile, and once more after it where one was
-        lost. What stays without an answer for long is asked again: it may have been lost on its way.
+        lost. What stays without an answer for long is asked again: it may have been lost on its way. A rank that is
+        asked to stop meanwhile has the controller refuse, to all ranks, what is not finished.
         """
         watches, number = self._watch is not None and op != "stop", self._number
         reply: ControllerReply | None = None
         while reply is None or (self._look and not reply.error):
             answer = self._next()
+            if answer is None and op in self._leaves and self._stopping():
+                self._leaves = set()
+                self._socket.send_multipart(self._request("leave"))
             if answer is None and time.monotonic() - self._since > ASK_AGAIN_S:
                 self._look, self._since = 0, time.monotonic()
                 if reply is None:
@@ -294,7 +308,7 @@ class RolloutClient:
         if not self._socket.poll(_POLL_MS):
             if self._process is not None:
                 self._process.check()
-            elif lost_s := self._connection.lost_s:
+            elif lost_s := self._connection.lost_s(stopping=bool(self._stopping())):
                 raise ControllerError(
                     "the controller is gone",
                     where=self._endpoint,

@@ -63,7 +63,8 @@ class Request(msgspec.Struct, frozen=True):
     shard of `version`. `evaluate`: its metrics.
 
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
-    before the first push. `stop`: end the process.
+    before the first push. `leave`: this rank was asked to stop, so what is not finished is refused to all. `stop`: end
+    the process.
 
     `number`: of this rank's requests; one that is asked again, because its answer may be lost, keeps it.
     """
@@ -132,7 +133,7 @@ class ControllerService:
         return self._starting is not None and self._starting.done()
 
     def leave(self) -> None:
-        """Everything on this machine was asked to end, perhaps the servers too: refuse what is not finished by now.
+        """A rank, or everything on this machine, was asked to end: refuse what is not finished by now.
 
         The ranks then undo the step that they wait for, and save; their states are still given. Work is shared, so all
         of them get the same answer: what one has, the others get as well.
@@ -230,7 +231,7 @@ class ControllerService:
             if key is not None and key not in self._finished:
                 await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if self._leaving.is_set() and key not in self._finished:
-                    raise ControllerLeaving("this run was asked to end, by a signal to its controller", may_pass=True)
+                    raise ControllerLeaving("this run was asked to end", may_pass=True)
             return await answer
         finally:
             leaving.cancel()
@@ -308,6 +309,11 @@ class ControllerService:
         self._controller.restore(request.state)
         return ControllerReply()
 
+    async def _leave(self, request: Request) -> ControllerReply:
+        _log(f"rank {request.rank} was asked to end: what is not finished is refused")
+        self.leave()
+        return ControllerReply()
+
     async def _end(self, request: Request) -> ControllerReply:
         self._stop.set()
         return ControllerReply()
@@ -327,6 +333,7 @@ class ControllerService:
         "servers": _servers,
         "state": _state,
         "restore": _restore,
+        "leave": _leave,
         "stop": _end,
     }
 

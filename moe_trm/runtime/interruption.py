@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a start that is asked to stop ends at once, a run after its step; a second one ends the process.
+"""Ctrl-C and SIGTERM: a start that is asked to stop ends at once, a run after its update; a second ends the process.
 
 Before the first step there is nothing to save. Whoever waits then for a server or for other ranks would make the
 launcher wait as well, and kill it in the end.
@@ -47,7 +47,7 @@ class Interruption:
             signal.signal(number, self._note)
 
     def begin_steps(self) -> None:
-        """From now on the first signal is only noted: the step in progress is finished and saved."""
+        """From now on the first signal is only noted: what is being trained is finished and saved."""
         self._starting = False
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -44,7 +44,7 @@ GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 MessageTimeout=100
-KillWait=120
+KillWait=30
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

@@ -81,6 +81,7 @@ class ScriptedServer(ThreadingHTTPServer):
     def load(self, asked: Any) -> dict[str, Any]:
         """Read a push."""
         with self.paused:
+            time.sleep(self.options.load_s if self.weights != "none" else 0.0)
             found, self.weights = digests(Path(asked["folder"])), str(asked["version"])
         if not self.options.stale or self.decoding == "none":
             self.decoding = self.weights
@@ -137,6 +138,7 @@ if __name__ == "__main__":
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
     parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--load-s", type=float, default=0.0, help="duration of every push but the first")
     parser.add_argument("--misreads", action="store_true")
     parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")
     parser.add_argument("--begins", type=Path, help="it listens once this file is there")

@@ -314,13 +314,20 @@ def test_ranks_wait_for_an_engine_that_loads_and_are_told_of_it(
     assert told[0] == engine.servers()
 
 
-@pytest.mark.parametrize("met", [False, True], ids=["never there", "killed"])
+@pytest.mark.parametrize(
+    ("met", "asked"),
+    [(False, False), (True, False), (True, True)],
+    ids=["never there", "killed", "killed and asked to stop"],
+)
 def test_a_rank_whose_controller_is_gone_ends(
-    tmp_path: Path, connect: Callable[..., RolloutClient], monkeypatch: pytest.MonkeyPatch, met: bool
+    tmp_path: Path, connect: Callable[..., RolloutClient], monkeypatch: pytest.MonkeyPatch, met: bool, asked: bool
 ) -> None:
-    """Only the first rank has the controller as its child and sees it end; the others have their connection."""
+    """Only the first rank has the controller as its child and sees it end; the others have their connection.
+
+    One that is asked to stop meanwhile has no patience.
+    """
     monkeypatch.setattr(client_module, "FIRST_CONTACT_S", 3600.0 if met else 0.1)
-    monkeypatch.setattr(client_module, "LOST_S", 0.1)
+    monkeypatch.setattr(client_module, "LOST_S", 3600.0 if asked else 0.1)
     endpoint = f"ipc://{tmp_path}/s"
     answering: Socket[bytes] = Context.instance().socket(SocketType.ROUTER)
     if met:
@@ -331,7 +338,8 @@ def test_a_rank_whose_controller_is_gone_ends(
             answering.recv_multipart()
         answering.close()
 
-    client, hearing = connect(endpoint, "right key", ranks=(1, 2), data=(1, 2)), threading.Thread(target=hear)
+    client = connect(endpoint, "right key", ranks=(1, 2), data=(1, 2), asked=lambda: asked)
+    hearing = threading.Thread(target=hear)
     hearing.start()
     with pytest.raises(ControllerError, match="the controller is gone") as told:
         client.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ class Job:
     ranks: list[RolloutClient]
     pool: ThreadPoolExecutor
     log: Path
+    asked: threading.Event
+    """The second rank was asked to stop."""
 
     def push(self, version: int) -> None:
         """By both ranks."""
@@ -49,16 +52,18 @@ class Job:
 
 
 @pytest.fixture
-def job(file: Path, tmp_path: Path) -> Iterator[Job]:  # noqa: F811
+def job(request: pytest.FixtureRequest, file: Path, tmp_path: Path) -> Iterator[Job]:  # noqa: F811
+    """Its parameter: its steps are streamed."""
+    streams = getattr(request, "param", False)
     config, log = load(file, [*ABLE, f"rollout.engine={STUCK}", "pipeline.mode=sync"]), tmp_path / "controller.log"
     process = ControllerProcess(config, None, log)
-    access = process.access("1", None)
+    access, asked = process.access("1", None), threading.Event()
     ranks = [
-        RolloutClient(access.endpoint, access.key, ranks=(rank, 2), data=(rank, 2), process=None if rank else process)
-        for rank in range(2)
+        RolloutClient(access.endpoint, access.key, ranks=(0, 2), data=(0, 2), process=process),
+        RolloutClient(access.endpoint, access.key, ranks=(1, 2), data=(1, 2), asked=asked.is_set, streams=streams),
     ]
     with ThreadPoolExecutor(2) as pool:
-        yield Job(process, ranks, pool, log)
+        yield Job(process, ranks, pool, log, asked)
         process.wait(0.0)
     for rank in ranks:
         rank._connection.close()
@@ -94,6 +99,35 @@ def test_ranks_that_wait_for_samples_are_told_at_once(job: Job) -> None:
         with pytest.raises(ControllerLeaving):
             each.result(120)
     assert job.ranks[0].state()["ledger"]
+
+
+def test_a_rank_that_is_asked_to_stop_waits_for_no_samples_and_no_rank_does(job: Job) -> None:
+    job.push(0)
+    for rank in job.ranks:
+        rank.next_batch(1, ())
+    job.push(1)
+    waiting = [job.pool.submit(rank.next_batch, 2, ()) for rank in job.ranks]
+    job.asked.set()
+    for each in waiting:
+        with pytest.raises(ControllerLeaving):
+            each.result(120)
+    assert "rank 1 was asked to end" in job.log.read_text()
+    assert job.ranks[0].state()["ledger"]
+
+
+@pytest.mark.parametrize("job", [True], indirect=True)
+def test_a_streamed_step_still_gets_its_samples(job: Job) -> None:
+    """Parts of it may be trained already, and would be lost."""
+    job.push(0)
+    job.asked.set()
+    job.ranks[0].next_batch(1, ())
+    job.push(1)
+    waiting = job.pool.submit(job.ranks[1].next_batch, 2, ())
+    time.sleep(1.5)  # it would have asked by now
+    job.signal(signal.SIGTERM)
+    with pytest.raises(ControllerLeaving):
+        waiting.result(120)
+    assert "rank 1 was asked" not in job.log.read_text()
 
 
 class Leaving:

@@ -1,0 +1,209 @@
+"""Seconds until every rank has ended that was asked to, or that lost its controller, by mode, backend and moment.
+
+`python -m tests.drills.stop_times [--modes ...] [--backends ...] [--moments ...] [--by ...] [--json FILE] [key=value
+...]` starts two ranks with a controller and a scripted server for each cell of the table, brings them to the moment,
+and sends the signal. A rank that has failed has the other one asked to end, as by torchrun. What is left after `KILL_S`
+gets a SIGKILL. The table holds when no process needs more than `LIMIT_S` and none is killed; else the exit status is 1.
+
+The moments last: the server takes a minute for a token or for a push, and the first rank takes `DWELL_S` for an update
+or a checkpoint, for which the other one waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.options import command_line
+from benchmarks.table import Row, report
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from tests.integration.jobs import write_config
+from tests.integration.ranks import ForkedRanks
+
+LIMIT_S, KILL_S, DWELL_S, WAIT_S, POLL_S = 10.0, 30.0, 2.0, 300.0, 0.02
+TESTS, KEY = Path(__file__).parents[1], "key-of-the-drill"
+SCRIPTED = f"{TESTS / 'unit' / 'rollout' / 'scripted_backend.py'}:ScriptedBackend"
+SETTINGS = [
+    *(f"rollout.engine={SCRIPTED}", "replay.mode=none", "probe.every=0", "probe.save=false", "sampling_mask.mode=off"),
+    *("rollout.top_p=1", "rollout.prompts_per_step=2", "correction.rules=[]", "task.eval_size=0", "train.steps=1000"),
+    f"task.reward={TESTS / 'integration' / 'objective_support' / 'reward.py'}:reward",
+]
+BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
+MODES = {"sync": (), "one-step": ("pipeline.mode=one_step",), "async": ("pipeline.mode=async",)}
+MOMENTS = {
+    "peer": (), "server": (), "sampling": ("--token-s=60",), "update": (), "push": ("--load-s=60",), "checkpoint": (),
+}  # fmt: skip
+"""What the server does then. The ranks wait for one that has not come; for a server; then as the names say."""
+SIGNALS = ("Ctrl-C", "SIGTERM to all", "SIGTERM to the controller", "SIGKILL of the controller")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the runs")
+    for name, choices in (("modes", MODES), ("backends", BACKENDS), ("moments", MOMENTS), ("by", SIGNALS)):
+        parser.add_argument(f"--{name}", nargs="+", choices=[*choices], default=[*choices])
+    args = parser.parse_intermixed_args(argv)
+    rows: list[Row] = []
+    for backend, mode, moment, by in itertools.product(args.backends, args.modes, args.moments, args.by):
+        if moment != "peer" or "controller" not in by:  # before the ranks have met there is none
+            rows.append(stopped(backend, mode, moment, by, args.overrides))
+            print(rows[-1], flush=True)
+    report("Seconds until the last process has ended", rows, args.json)
+    return 0 if all(row["verdict"] == "holds" for row in rows) else 1
+
+
+def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[str] = ()) -> Row:
+    """One cell of the table."""
+    with tempfile.TemporaryDirectory(prefix="stop-times-") as temporary:
+        folder = Path(temporary)
+        make_checkpoint(folder / "start", shape=TinyShape(layers=2, hidden=32, experts=4, expert_ffn=16))
+        config, port = write_config(folder, folder / "start"), free_port()
+        settings = [*SETTINGS, *BACKENDS[backend], *MODES[mode], f"rollout.url=http://127.0.0.1:{port}"]
+        saves = "checkpoint.every=1" if moment == "checkpoint" else "checkpoint.every=0"
+        program = [__file__, str(config), *settings, saves, *overrides]
+        environment = {**os.environ, "MOE_TRM_API_KEY": KEY, "DRILL_MOMENT": moment, "DRILL_FOLDER": temporary}
+        with (
+            (folder / "log").open("ab") as log,
+            serving(moment, port),
+            ForkedRanks(program, 2, environment, [(log.fileno(), log.fileno())] * 2) as ranks,
+        ):
+            processes = [psutil.Process(rank.pid) for rank in ranks.processes]
+            if moment == "peer":
+                processes.pop().suspend()
+            await_moment(folder, moment, processes)
+            controllers = [] if moment == "peer" else [controller_of(processes[0])]
+            seconds, killed = end(processes, controllers, by)
+            for ended in (measured := ranks.processes[: len(processes)]):
+                ended.join()
+            statuses = [str(ended.exitcode) for ended in measured]
+        if killed or seconds > LIMIT_S:
+            print((folder / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
+        return {
+            "backend": backend,
+            "mode": mode,
+            "moment": moment,
+            "by": by,
+            "seconds": round(seconds, 1),
+            "killed": killed,
+            "exit": " ".join(statuses),
+            "verdict": "holds" if seconds <= LIMIT_S and not killed else "does not hold",
+        }
+
+
+def await_moment(folder: Path, moment: str, ranks: Sequence[psutil.Process]) -> None:
+    """Return when every rank is there."""
+    until = time.monotonic() + WAIT_S
+    while not all((folder / f"{moment}-{rank}").exists() for rank in range(len(ranks))):
+        if time.monotonic() > until or not all(is_there(rank) for rank in ranks):
+            raise SystemExit(f"'{moment}' did not come\n{(folder / 'log').read_text(errors='replace')[-4000:]}")
+        time.sleep(POLL_S)
+    time.sleep(0.5)
+
+
+def end(ranks: Sequence[psutil.Process], controllers: Sequence[psutil.Process], by: str) -> tuple[float, int]:
+    """Send what ends them; seconds until the last is gone, and how many had to be killed."""
+    number = {"Ctrl-C": signal.SIGINT, "SIGKILL of the controller": signal.SIGKILL}.get(by, signal.SIGTERM)
+    receivers = controllers if "controller" in by else ranks if by == "Ctrl-C" else [*ranks, *controllers]
+    begun, killed, others_asked = time.monotonic(), 0, by != "SIGTERM to the controller" and "KILL" not in by
+    for process in receivers:
+        process.send_signal(number)
+    while left := [process for process in [*ranks, *controllers] if is_there(process)]:
+        if not others_asked and any(rank not in left for rank in ranks):
+            others_asked = True
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.terminate()
+        if not killed and time.monotonic() - begun > KILL_S:
+            killed = len(left)
+            for process in left:
+                process.kill()
+        time.sleep(POLL_S)
+    return time.monotonic() - begun, killed
+
+
+@contextmanager
+def serving(moment: str, port: int) -> Iterator[None]:
+    """The server that does what the moment needs; none while it is the server that is waited for."""
+    if moment == "server":
+        yield
+        return
+    program = [sys.executable, str(TESTS / "unit" / "rollout" / "script_server.py"), "--port", str(port)]
+    environment = {**os.environ, "MOE_TRM_API_KEY": KEY}
+    command = [*program, "--key-in", "MOE_TRM_API_KEY", *MOMENTS[moment]]
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def is_there(process: psutil.Process) -> bool:
+    """False for one that has ended, collected or not."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def controller_of(rank: psutil.Process) -> psutil.Process:
+    """The controller that this rank started."""
+    return next(child for child in rank.children() if "moe_trm.rollout.service" in child.cmdline())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def dwell(moment: str, call: Callable[..., Any], due: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    """`call`, which says that the moment has come and takes its time on the first rank."""
+
+    @wraps(call)
+    def longer(*args: Any, **kwargs: Any) -> Any:
+        if os.environ["DRILL_MOMENT"] == moment and due(*args, *kwargs.values()):
+            (Path(os.environ["DRILL_FOLDER"]) / f"{moment}-{os.environ['RANK']}").touch()
+            if moment in ("update", "checkpoint") and os.environ["RANK"] == "0":
+                time.sleep(DWELL_S)
+        return call(*args, **kwargs)
+
+    return longer
+
+
+def rank() -> int:
+    """A rank that says when the moment has come."""
+    from launch import learner, train
+    from moe_trm.learner.checkpoint.writer import BackgroundWriter
+    from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
+    from moe_trm.learner.megatron.learner import MegatronLearner
+    from moe_trm.rollout.client import RolloutClient
+
+    replaced: list[tuple[Any, str, str, Callable[..., bool]]] = [
+        (learner, "meet", "peer", lambda *_: True),
+        (RolloutClient, "begin", "server", lambda *_: True),
+        (RolloutClient, "next_batch", "sampling", lambda *_: True),
+        (MegatronLearner, "update", "update", lambda *_: True),
+        (DeepSpeedLearner, "update", "update", lambda *_: True),
+        (RolloutClient, "push", "push", lambda _, version, *__: bool(version)),
+        (BackgroundWriter, "_write_together", "checkpoint", lambda *_: True),
+    ]
+    for owner, name, moment, due in replaced:
+        setattr(owner, name, dwell(moment, getattr(owner, name), due))
+    return train.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(rank() if "DRILL_MOMENT" in os.environ else main())
