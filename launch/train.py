@@ -11,8 +11,8 @@ import argparse
 import faulthandler
 import os
 import signal
-import sys
 
+from moe_trm.runtime.ending import run_to_end
 from moe_trm.runtime.interruption import ASKED
 from moe_trm.runtime.lifeline import end_with_parent
 from moe_trm.runtime.output import outliving_readers
@@ -41,4 +41,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_to_end(main)

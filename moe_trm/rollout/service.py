@@ -29,6 +29,7 @@ from moe_trm.rollout.batch_table import BatchTable, table_of
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.rank_share import rank_share
 from moe_trm.runtime import wire
+from moe_trm.runtime.ending import run_to_end
 from moe_trm.runtime.interruption import ASKED
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, ScoredText, Share, TensorEntry
@@ -388,12 +389,18 @@ async def _main(start: Start) -> None:
     _log("the controller ends, as its rank asked")
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The controller, from its standard input; its exit status."""
     try:
         asyncio.run(_main(msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)))
     except MoeTrmError as error:
         _log(f"{type(error).__name__}: {error}")
-        sys.exit(error.exit_status)
+        return error.exit_status
     except asyncio.CancelledError:
         _log("the controller was asked to end")
-        sys.exit(128 + signal.SIGTERM)
+        return 128 + signal.SIGTERM
+    return 0
+
+
+if __name__ == "__main__":
+    run_to_end(main)

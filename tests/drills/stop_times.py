@@ -30,6 +30,7 @@ import psutil
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from moe_trm.runtime.ending import run_to_end
 from tests.integration.jobs import write_config
 from tests.integration.ranks import ForkedRanks
 
@@ -206,4 +207,4 @@ def rank() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank() if "DRILL_MOMENT" in os.environ else main())
+    run_to_end(rank if "DRILL_MOMENT" in os.environ else main)
