@@ -26,7 +26,7 @@ def run_to_end(main: Callable[[], int]) -> NoReturn:
         else:
             print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - there is nobody above to tell it
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         atexit._run_exitfuncs()
         logging.shutdown()
