@@ -335,6 +335,8 @@ class TokenBatch:
         prompts: forwarded tokens of each row up to the one whose target is its first scored token; on the host.
         rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on
             padding rows. None in batches that are only scored.
+        group_means: `[B]` float32 mean reward of the row's group, 0 on padding rows; None until
+            `moe_trm.step.advantages` has given it.
         kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]`
             offsets; None in `off` mode.
         kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
@@ -361,6 +363,7 @@ class TokenBatch:
     kept_offsets: torch.Tensor | None
     rewards: torch.Tensor | None = None
     group_ids: torch.Tensor | None = None
+    group_means: torch.Tensor | None = None
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
     sampled_by: tuple[tuple[int, int], ...] = ()

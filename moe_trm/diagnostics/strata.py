@@ -18,9 +18,12 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
     |---|---|
     | `acceptance/length_1_16`, `acceptance/length_17_64`, ..., `acceptance/length_16385_up` | by sampled tokens |
     | `acceptance/positive`, `acceptance/negative`, `acceptance/zero` | by sign of the row's summed advantage |
-    | `acceptance/correct`, `acceptance/wrong` | reward above 0 or not, where rewards are known |
+    | `acceptance/correct`, `acceptance/wrong` | reward above the mean of its group, or below |
     | `acceptance/multi_turn` | rows with several turns, where turns are known |
     | `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens` | share of *tokens* kept, first turn and later |
+
+    Right and wrong follow the reward's own scale, so partial credit is neither by itself; rows of a group with equal
+    rewards are in neither class.
 
     The edges are fixed, so that counts of different batches may be added. A rule that is neutral to length has about
     the same share everywhere.
@@ -39,8 +42,9 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
         strata[f"length_{low}_{high}"] = (lengths >= low) & (lengths <= high)
         low = high + 1
     strata[f"length_{low}_up"] = lengths >= low
-    if evidence.rewards is not None:
-        strata |= {"correct": nonempty & (evidence.rewards > 0), "wrong": nonempty & ~(evidence.rewards > 0)}
+    if evidence.rewards is not None and evidence.group_means is not None:
+        gain = evidence.rewards - evidence.group_means
+        strata |= {"correct": nonempty & (gain > 0), "wrong": nonempty & (gain < 0)}
     tokens: dict[str, Tensor] = {}
     if evidence.turn_ids is not None:
         later = mask & (evidence.turn_ids > 0)

@@ -34,6 +34,7 @@ class RowFields:
             pass alone.
         rewards: `[B]` reward of each row.
         group_ids: `[B]` prompt of each row.
+        group_means: `[B]` mean reward of all samples of the row's prompt, on whatever ranks and micro-batches they are.
     """
 
     turn_ids: Tensor | None = field(default=None, metadata=_BY_TOKEN)
@@ -44,6 +45,7 @@ class RowFields:
     router_shift: Tensor | None = field(default=None, metadata=_OF_PASS)
     rewards: Tensor | None = field(default=None, metadata=_BY_ROW)
     group_ids: Tensor | None = field(default=None, metadata=_BY_ROW)
+    group_means: Tensor | None = field(default=None, metadata=_BY_ROW)
 
     def with_fields(self, *sources: object) -> Self:
         """The same with every field that one of the sources knows."""

@@ -53,12 +53,14 @@ class Advantages:
         `compared`: `TrainBatch.compared` of their step. `penalties`: what the reward of each of this rank's rows is
         lowered by, in the order of its micro-batches.
         """
-        values = iter(self.of_rows(learner, parts, compared, penalties))
+        values, means = iter(self.of_rows(learner, parts, compared, penalties)), group_means(compared)
         return [
             replace(
                 part,
                 batches=[
-                    placed(batch, [next(values) for _ in micro.rows])
+                    placed(
+                        batch, [next(values) for _ in micro.rows], [means[row.record.group_id] for row in micro.rows]
+                    )
                     for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True)
                 ],
             )
@@ -177,10 +179,25 @@ class Advantages:
         return shaped
 
 
-def placed(batch: TokenBatch, of_rows: Sequence[Array]) -> TokenBatch:
-    """`batch` with the advantages `[S]` of the scored tokens of each of its rows."""
+def placed(batch: TokenBatch, of_rows: Sequence[Array], means: Sequence[float]) -> TokenBatch:
+    """`batch` with the advantages `[S]` of the scored tokens of its rows, and the mean rewards of their groups."""
     values = torch.from_numpy(np.concatenate([np.zeros(0), *of_rows]).astype(np.float32)).to(batch.mask.device)
-    return replace(batch, advantages=torch.zeros_like(batch.advantages).masked_scatter(batch.mask, values))
+    padding = [0.0] * (batch.mask.shape[0] - len(means))
+    return replace(
+        batch,
+        advantages=torch.zeros_like(batch.advantages).masked_scatter(batch.mask, values),
+        group_means=torch.tensor([*means, *padding], dtype=torch.float32, device=batch.mask.device),
+    )
+
+
+def group_means(compared: Sequence[Sequence[RewardedSample]]) -> dict[int, float]:
+    """Mean reward of each group; of one whose rewards are equal, that reward to the last bit."""
+    means: dict[int, float] = {}
+    for samples in filter(None, compared):
+        rewards, groups = _rewards(samples), Groups(_groups(samples))
+        of_samples = np.where(groups.spread(rewards) == 0, rewards, groups.mean(rewards))
+        means |= dict(zip(_groups(samples).tolist(), of_samples.tolist(), strict=True))
+    return means
 
 
 def own_records(parts: Sequence[AnchoredMinibatch]) -> list[RolloutRecord]:

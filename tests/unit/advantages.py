@@ -29,7 +29,8 @@ def valued(rows: Sequence[TrainRow], *of_rows: float, keep_mask: bool = False) -
     """A micro-batch of these rows; the tokens of each have one of these advantages, or all have 1."""
     batch = collate(MicroBatch(tuple(rows)), keep_mask=keep_mask)
     values = of_rows or (1.0,) * len(rows)
-    return placed(batch, [np.full(row.record.num_scored, own) for row, own in zip(rows, values, strict=True)])
+    of_tokens = [np.full(row.record.num_scored, own) for row, own in zip(rows, values, strict=True)]
+    return placed(batch, of_tokens, [0.0] * len(rows))
 
 
 def at_the_rollout(mini: MiniBatch) -> AnchoredMinibatch:

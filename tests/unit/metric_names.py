@@ -219,6 +219,7 @@ def _example(*, split: bool) -> Evidence:
         versions=torch.zeros(ROWS, TOKENS),
         exact_kl=torch.full((ROWS, TOKENS), 0.01),
         rewards=(rows % 2).float(),
+        group_means=torch.full((len(rows),), 0.5),
     )
 
 

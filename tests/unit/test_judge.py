@@ -36,7 +36,7 @@ def test_rejecting_less_while_the_gap_grows_is_an_alarm() -> None:
 def test_progress_lines_say_a_new_verdict_once() -> None:
     stream, judge = io.StringIO(), Judge()
     lines = ProgressLines(4, stream)
-    for step, k3 in enumerate((1e-4, 0.2, 0.2, 1e-4), start=1):
+    for step, k3 in enumerate((1e-4, 0.2, 0.2, *[1e-4] * 11), start=1):
         metrics = {**CALM, "engine/k3_kl": k3}
         lines.write(step, {**metrics, **judge.say(metrics)})
     told = [line for line in stream.getvalue().splitlines() if line.startswith(" ") and "engine_k3:" not in line]

@@ -85,7 +85,13 @@ def test_acceptance_against_a_loop_over_rows(seed: int) -> None:
     seen, _ = evidence(lengths)
     signs = torch.tensor([draw.choice([-1.0, 0.0, 1.0]) for _ in lengths]).double()
     rewards = torch.tensor([draw.choice([0.0, 1.0]) for _ in lengths])
-    seen = replace(seen, advantages=signs[:, None].expand(seen.mask.shape), rewards=rewards, turn_ids=None)
+    seen = replace(
+        seen,
+        advantages=signs[:, None].expand(seen.mask.shape),
+        rewards=rewards,
+        group_means=torch.full((len(lengths),), 0.5),
+        turn_ids=None,
+    )
     keep = seen.mask & (torch.rand(seen.mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.98)
     got = diagnostics.finalize(diagnostics.acceptance(seen, replace(bound("token_tis")(seen), keep=keep)))
     classes: dict[str, list[bool]] = {}

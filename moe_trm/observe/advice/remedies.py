@@ -99,11 +99,16 @@ def rules_of(settings: Settings) -> set[tuple[str, str]]:
     }
 
 
-def younger(settings: Settings, age: int) -> Remedy:
-    """A bound below the largest age, and below the bound there is."""
-    limit = settings.get("pipeline.max_staleness")
-    bound = min(age, limit) if isinstance(limit, int) else age
-    return Remedy(f"pipeline.max_staleness={max(bound - 1, 0)}", "sample less far ahead")
+def younger(settings: Settings, seen: Mapping[str, float]) -> tuple[Remedy, ...]:
+    """A bound on age below the largest age, below the bound there is, and as low as the lag per version needs.
+
+    None where samples are at most one version old.
+    """
+    age, limit = int(seen.get("rollout/age_max", 0.0)), settings.get("pipeline.max_staleness")
+    if age < 2:
+        return ()
+    bound = min(int(seen.get("age_bound", age - 1)), age - 1, *([limit - 1] if isinstance(limit, int) else []))
+    return (Remedy(f"pipeline.max_staleness={max(bound, 0)}", "sample less far ahead"),)
 
 
 def half_rate(lr: float) -> Remedy:

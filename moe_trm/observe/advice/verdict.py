@@ -13,7 +13,15 @@ from types import MappingProxyType
 
 from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 from moe_trm.observe.advice.remedies import Remedy, Settings, first
-from moe_trm.observe.advice.verdict_mismatch import CASES, UNSPLIT, before_a_fall, costly, escalation, measured
+from moe_trm.observe.advice.verdict_mismatch import (
+    CASES,
+    UNSPLIT,
+    age_bound,
+    before_a_fall,
+    costly,
+    escalation,
+    measured,
+)
 from moe_trm.observe.advice.verdict_records import claims
 from moe_trm.observe.advice.verdict_training import (
     clipping,
@@ -86,10 +94,10 @@ def verdict(
     Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative. The share that routes have
     in it is that of the latest probe.
     """
-    seen: Mapping[str, float] = history[-1] if history else {}
-    if not measured(seen):
+    if not history or not measured(history[-1]):
         return Verdict("unclear", "The mismatch was not measured, so nothing can be said.", {}, "")
-    seen = {**last_probe(history), **seen}
+    seen = {**last_probe(history), **history[-1], **advisable(history, settings)}
+    history = [*history[:-1], seen]
     if contradicted := claims(seen):
         return contradicted
     for judge in CASES:
@@ -101,11 +109,21 @@ def verdict(
         or clipping(history, settings)
         or length(history, length_key)
         or gradient(seen)
-        or signal(seen, settings)
+        or signal(history, settings)
     )
     return (
         router(seen, settings) or of_training or reward(history) or servers(history) or untrained(seen) or _calm(seen)
     )
+
+
+def advisable(history: Sequence[Mapping[str, float]], settings: Settings) -> dict[str, float]:
+    """What advice rests on besides the latest step: the bound on age by `age_bound`, and the configured learning rate.
+
+    The rate of a step is smaller in warm-up, and half of it would not be what the configuration means.
+    """
+    bound, rate = age_bound(history), settings.get("optimizer.lr")
+    figures = {} if bound is None else {"age_bound": float(bound)}
+    return figures | ({"optimizer/lr": float(rate)} if isinstance(rate, (int, float)) and rate else {})
 
 
 def last_probe(history: Sequence[Mapping[str, float]]) -> dict[str, float]:

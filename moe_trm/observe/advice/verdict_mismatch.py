@@ -21,6 +21,8 @@ from moe_trm.observe.advice.verdict_types import Verdict, pick
 Seen = Mapping[str, float]
 
 PPL_TOLERANCE = 0.05
+STALE = 0.05
+"""k3 above which weights have moved too far."""
 SEQUENCE_CHI2, EXPLODED_CHI2 = 100.0, 1e3
 """chi2 of rows beyond which a cause is looked for, and beyond which it is named though only noise adds up."""
 NOISE_GROWTH = 4.0
@@ -134,7 +136,7 @@ def staleness(seen: Seen, settings: Settings) -> Verdict | None:
     lag, update = evidence.get("lag/k3_kl", 0.0), evidence.get("update/k3_kl", 0.0)
     stale = max(evidence.get("staleness/k3_kl", 0.0), lag, update)
     other_k3 = max(evidence.get("engine/k3_kl", 0.0), evidence.get("merged/k3_kl", 0.0))
-    if stale <= 0.05 or stale <= other_k3:
+    if stale <= STALE or stale <= other_k3:
         return None
     if lag > update:
         remedy = first(settings, *_cause(seen, "lag", settings))
@@ -370,11 +372,26 @@ def _old_and_free(seen: Seen) -> bool:
     return seen.get("rollout/age_max", 0.0) >= FAR_AHEAD and not ruled
 
 
+def age_bound(history: Sequence[Seen]) -> int | None:
+    """The largest age of samples to advise, in versions; None where no step was far from what sampled by age.
+
+    A version costs `lag k3 / mean age`, and so many of them fit below `STALE`; one less than the oldest sample at most.
+    The lowest of all steps counts: advice never loosens while the cause grows.
+    """
+    bounds = []
+    for step in history:
+        age, lag = int(step.get("rollout/age_max", 0.0)), step.get("lag/k3_kl", 0.0)
+        if age >= 2 and lag > STALE:
+            bounds.append(min(age - 1, int(STALE * step.get("rollout/age_mean", age) / lag)))
+        elif age >= 2 and step.get("routing/moved_samples"):
+            bounds.append(age - 1)
+    return min(bounds, default=None)
+
+
 def _cause(seen: Seen, part: str, settings: Settings) -> tuple[Remedy, ...]:
     """Changes that act on the part itself, best first."""
     if part == "lag":
-        age = int(seen.get("rollout/age_max", 0.0))
-        younger = (remedies.younger(settings, age),) if age >= 2 else ()
+        younger = remedies.younger(settings, seen)
         return (remedies.WEIGHED, *younger) if _old_and_free(seen) else (*younger, remedies.WEIGHED)
     if part in ("update", "staleness"):
         rate = remedies.half_rate(seen.get("optimizer/lr", 0.0))

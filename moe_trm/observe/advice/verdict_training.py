@@ -16,8 +16,8 @@ from moe_trm.observe.advice.verdict_types import Verdict, pick
 
 GRADIENT_NORM = 100.0
 """Above it the clip of the gradient leaves a direction without a size."""
-WITHOUT_SIGNAL = 0.5
-"""Share of groups that may have equal rewards."""
+WITHOUT_SIGNAL, WITH_SIGNAL, SIGNAL_STEPS = 0.5, 0.4, 10
+"""Share of groups that may have equal rewards, in the mean of so many steps; and below which they no longer do."""
 REWARD_WINDOW, REWARD_DROP = 10, 0.3
 """Steps over which rewards are averaged, and the share of the best such mean that may be lost."""
 
@@ -28,9 +28,7 @@ def router(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
         return None
     flips = seen["routing/local_flip_rate"]
     worst = max(fnmatch.filter(seen, "routing/local_flip_rate/layer_*"), key=lambda name: seen[name])
-    age = int(seen.get("rollout/age_max", 0.0))
-    younger = (remedies.younger(settings, age),) if age >= 2 else ()
-    remedy = first(settings, *younger, _half_rate(seen))
+    remedy = first(settings, *remedies.younger(settings, seen), _half_rate(seen))
     text = (
         f"The router has moved since the engine chose these routes: {flips:.0%} of the replayed sets are no longer its "
         f"choice ({seen[worst]:.0%} in layer {worst.rpartition('_')[2]}), spread over the samples, and rows and layers "
@@ -88,19 +86,22 @@ def untrained(seen: Mapping[str, float]) -> Verdict | None:
     return Verdict("stalled", text, pick(seen, "optimizer/steps", "optimizer/empty", "correction/kept_fraction"), "")
 
 
-def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
-    """Most groups have equal rewards, so nothing can be learned from them."""
-    name = "reward/zero_variance_groups"
-    share = seen.get(name, 0.0)
-    if share <= WITHOUT_SIGNAL or settings.get("kl.where") == "advantage":
+def signal(history: Sequence[Mapping[str, float]], settings: Settings) -> Verdict | None:
+    """Most groups have equal rewards, so nothing can be learned from them: in the mean of steps, since each has few."""
+    name, right = "reward/zero_variance_groups", "reward/solved_groups"
+    holds, share = _mostly(series(history, name))
+    if not holds or settings.get("kl.where") == "advantage":
         return None
-    text = f"{share:.0%} of the groups have equal rewards and teach nothing"
-    solved = seen.get("reward/solved_groups", 0.0)
-    if solved > WITHOUT_SIGNAL:
+    seen, steps = history[-1], min(SIGNAL_STEPS, len(series(history, name)))
+    over = f" (mean of {steps} steps)" if steps > 1 else ""
+    text = f"{share:.0%} of the groups have equal rewards and teach nothing{over}"
+    solves, solved = _mostly(series(history, right))
+    if solves:
         learned = (
-            f"This task is learned: in {solved:.0%} of the groups every sample is right. Harder prompts teach more."
+            f"This task is learned: in {solved:.0%} of the groups every sample has the highest reward{over}. Harder "
+            "prompts teach more."
         )
-        return Verdict("learned", learned, {name: share, "reward/solved_groups": solved}, "")
+        return Verdict("learned", learned, {name: share, right: solved}, "")
     lost = {key: seen[key] for key in fnmatch.filter(seen, "records/rejected/reward_*") if seen[key] > 0}
     if lost:
         counts_text = ", ".join(f"{count:.0f} {key.rpartition('/')[2]}" for key, count in lost.items())
@@ -108,6 +109,15 @@ def signal(seen: Mapping[str, float], settings: Settings) -> Verdict | None:
         return Verdict("signal", text, {name: share, **lost}, "")
     remedy = first(settings, Remedy("batch.zero_variance=drop", ""))
     return Verdict("signal", f"{text}: their prompts are too easy or too hard.", {name: share}, remedy.config)
+
+
+def _mostly(shares: Sequence[float]) -> tuple[bool, float]:
+    """Whether the mean of `SIGNAL_STEPS` passed `WITHOUT_SIGNAL`, and is above `WITH_SIGNAL` since; and that mean."""
+    holds, mean = False, 0.0
+    for end in range(1, len(shares) + 1):
+        mean = fmean(shares[max(0, end - SIGNAL_STEPS) : end])
+        holds = mean > (WITH_SIGNAL if holds else WITHOUT_SIGNAL)
+    return holds, mean
 
 
 def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:

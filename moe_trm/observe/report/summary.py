@@ -24,11 +24,15 @@ class Tile:
 TILES = (
     Tile("Accuracy", ("eval/accuracy",), "right greedy answers on held-out prompts, first → last", first=True),
     Tile("Evaluation", ("eval/reward",), "mean reward of greedy answers, first → last", first=True),
-    Tile("Reward", ("reward/mean",), "mean of a step, first → last", first=True),
-    Tile("Engine mismatch", ("engine/k3_kl",), "k3 KL in nats at equal weights", log=True),
-    Tile("Router flips", ("routing/native_flip_rate", "routing/local_flip_rate"), "share of token-layers"),
-    Tile("Kept tokens", ("correction/kept_fraction",), "share that corrections let through"),
-    Tile("Seconds per step", ("time/step_s",), "wall clock, without evaluation"),
+    Tile("Reward", ("reward/mean",), "mean of a step, first step → last", first=True),
+    Tile("Engine mismatch", ("engine/k3_kl",), "k3 KL in nats at equal weights, at the last step", log=True),
+    Tile(
+        "Router flips",
+        ("routing/native_flip_rate", "routing/local_flip_rate"),
+        "share of token-layers, at the last step",
+    ),
+    Tile("Kept tokens", ("correction/kept_fraction",), "share that corrections let through, at the last step"),
+    Tile("Seconds per step", ("time/step_s",), "wall clock of the last, without evaluation"),
 )
 
 

@@ -13,10 +13,14 @@ from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.observe.report.conclusion import configurations, differences, sentences
 from moe_trm.observe.report.html import number, section, table, text
 from moe_trm.observe.report.scale import short
-from moe_trm.observe.report.summary import ProofCheck, Saying, checks, sayings
+from moe_trm.observe.report.summary import ProofCheck, Saying, State, checks, sayings
 from moe_trm.run_folder.growth import grows_because
 from moe_trm.run_folder.run import Run
 from moe_trm.run_folder.run_end import outcome
+
+HEADS: Mapping[State, str] = {"good": "Nothing to change", "fair": "No fault found", "bad": "Look at this"}
+COLOURS: Mapping[State, str] = {"good": "green", "fair": "yellow", "bad": "red"}
+"""Of the strip of verdicts, as page.css has them."""
 
 
 def state(run: Run, *, many: bool) -> str:
@@ -71,11 +75,8 @@ def verdict_now(run: Run, *, many: bool) -> str:
     advice = f"<p>Try <code>{escape(latest.setting)}</code></p>" if latest.setting else ""
     growth = grows_because(run.folder)
     advice += f"<p>{escape(growth)}</p>" if growth else ""
-    head = (
-        "Nothing to change" if latest.state == "good" else "Look at this" if latest.state == "bad" else "No fault found"
-    )
     return (
-        f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{run_label}{head}</h2>'
+        f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{run_label}{HEADS[latest.state]}</h2>'
         f"<p>{escape(run.rows[-1].get('verdict', latest.sentence))}</p>{advice}{_ribbon(run, entries)}</section>"
     )
 
@@ -91,7 +92,9 @@ def _ribbon(run: Run, entries: Sequence[Saying]) -> str:
         f'{escape(saying.sentence)}"></i>'
         for saying, end in zip(entries, ends, strict=True)
     )
-    return f'<div class="ribbon" aria-hidden="true">{pieces}</div><p class="note">steps {first} to {last}</p>'
+    states = dict.fromkeys(saying.state for saying in entries)
+    key = ", ".join(f"{COLOURS[state]}: {HEADS[state].lower()}" for state in COLOURS if state in states)
+    return f'<div class="ribbon" aria-hidden="true">{pieces}</div><p class="note">steps {first} to {last}; {key}</p>'
 
 
 def proofs(run: Run, *, many: bool) -> str:

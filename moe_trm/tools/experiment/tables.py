@@ -39,8 +39,8 @@ KEPT: Metrics = (
     ("acceptance/length_*", "sequences, tokens "),
     ("acceptance/positive", "positive advantage"),
     ("acceptance/negative", "negative advantage"),
-    ("acceptance/correct", "right answers"),
-    ("acceptance/wrong", "wrong answers"),
+    ("acceptance/correct", "answers better than their group"),
+    ("acceptance/wrong", "answers worse than their group"),
 )
 COST: Metrics = (
     ("time/step_s", "seconds of a whole step"),

@@ -204,10 +204,12 @@ def test_the_learner_gets_every_token_its_own_advantage() -> None:
     first = replace(first, sampling_mask=drop(first.sampling_mask, np.array([False, True, False, False])))
     batch = collate(MicroBatch((TrainRow(first), TrainRow(second))), keep_mask=True)
     assert torch.equal(batch.advantages.isnan(), batch.mask), "not known yet"
-    batch = placed(batch, [np.array([0.5, -1.0, 2.0]), np.full(3, -2.0)])
+    batch = placed(batch, [np.array([0.5, -1.0, 2.0]), np.full(3, -2.0)], [0.5, 0.5])
     assert batch.advantages[0][batch.mask[0]].tolist() == [0.5, -1.0, 2.0]
     assert batch.advantages[1][batch.mask[1]].tolist() == [-2.0] * 3
     assert not batch.advantages[~batch.mask].any()
+    assert batch.group_means is not None
+    assert batch.group_means.tolist() == [0.5, 0.5]
 
 
 class OneWithoutMask(FakeEngine):

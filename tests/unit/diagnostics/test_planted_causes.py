@@ -129,7 +129,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "engines and lag": ({"parts": {"engine": noise(0.4), "lag": noise(0.5)}}, "precision", "rollout.server.dtype"),
     "more lag than update": (
-        {"parts": {"lag": noise(0.5), "update": noise(0.35)}}, "lag", "pipeline.max_staleness=1",
+        {"parts": {"lag": noise(0.5), "update": noise(0.35)}}, "lag", "pipeline.max_staleness=0",
     ),
     "more update than lag": (
         {"parts": {"lag": noise(0.35), "update": noise(0.5)}}, "staleness", "learner.minibatches=1",
