@@ -42,7 +42,7 @@ def news(entries: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def case_step(case: str) -> Mapping[str, float]:
-    step = CALM | PLANTED[case][0]
+    step = {**CALM, **PLANTED[case][0]}
     # Without its parts, a mismatch has no engine's.
     return {key: value for key, value in step.items() if case != "unsplit" or not key.startswith("engine/")}
 
