@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_trm.sampling_mask.bounds import MANY, TOLERANCE, SamplerBounds, tolerated
+from moe_trm.sampling_mask.bounds import LONE, MANY, TOLERANCE, SamplerBounds, tolerated
 from moe_trm.sampling_mask.logprobs import TIED
 
 TOP_P, NUM_TOKENS, VOCABULARY = 0.95, 600, 64
@@ -155,6 +155,30 @@ def test_the_power_is_stated() -> None:
     judged = BOUNDS.judge(nothing, nothing, nothing, nothing)
     assert judged.lowest == pytest.approx(1 / (1 + (1 - TOP_P) / TOP_P * torch.tensor(TOLERANCE).exp().item()))
     assert judged.lowest == pytest.approx(0.9367, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("times", "num_beyond", "num_tokens", "num_wrong"),
+    [
+        (0.9, 40, 40, 0),
+        (1.5, 1, 40, 0),
+        (1.5, 2, 40, 2),
+        (1.5, 10, 1000, 0),
+        (1.5, 11, 1000, 11),
+        (1.1 * LONE, 1, 40, 1),
+        (1.1 * LONE, 1, 1000, 1),
+    ],
+)
+@pytest.mark.parametrize("too_much", [False, True])
+def test_few_sets_just_beyond_the_tolerance_are_flips_of_a_router(
+    times: float, num_beyond: int, num_tokens: int, num_wrong: int, too_much: bool
+) -> None:
+    odds = torch.tensor(TOP_P).logit() + (1 if too_much else -1) * times * TOLERANCE
+    masses = torch.full((num_tokens,), TOP_P, dtype=torch.float64)
+    masses[:num_beyond] = odds.sigmoid()
+    ids = torch.full((num_tokens,), 3)
+    least = torch.full((num_tokens,), -20.0 if too_much else -3.0, dtype=torch.float64)
+    assert int(BOUNDS.judge(ids, masses.log(), least, torch.zeros(num_tokens)).wrong.sum()) == num_wrong
 
 
 def test_a_mismatch_that_is_measured_is_tolerated_and_costs_power() -> None:
