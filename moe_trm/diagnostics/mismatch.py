@@ -57,7 +57,8 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `probs_pearson` | correlation of p and q |
     | `probs_diff_{mean,std,max}` | of abs(p - q): the field's proxy of total variation |
     | `probs_diff_p95` | its 95th percentile over tokens |
-    | `log_odds`, `log_odds_slope` | correlation of their log-odds within +-6, and the slope of q's by p's |
+    | `log_odds` | correlation of their log-odds within +-6 |
+    | `log_odds_slope`, `log_odds_slope_error` | slope of q's by p's, and the standard error of its logarithm |
     | `chi2_token_p95` | 95th percentile over rows of mean_t(e^{2x}) - 1 |
 
     Percentiles are of histograms (`moe_trm.methods.summable`). When the rollout's distribution on its kept support is

@@ -8,7 +8,7 @@ A metric is a set of 0-d float64 tensors under `NAME:ROLE`. The roles of one nam
 | `sum`, `squared`, `count` | `NAME_mean`, `NAME_std` |
 | `sum`, `square`, `count` | `NAME_mean`, `NAME_std`, `NAME_eff_sample_size` = mean^2 / mean of squares, in (0, 1] |
 | `x`, `y`, `xx`, `yy`, `xy`, `count` | `NAME` = Pearson correlation |
-| and `slope` | `NAME_slope` = slope of y by x |
+| and `slope` | `NAME_slope` = slope of y by x, `NAME_slope_error` = standard error of its logarithm; of 3 pairs on |
 | `max` or `min` | `NAME` = the largest or smallest value: compared, not added, by `add` and by `Learner.reduce` |
 | `bin0`, `bin1`, ... | `NAME_p95`, the 95th percentile of a histogram |
 
@@ -182,5 +182,8 @@ def _finish_correlation(name: str, parts: Mapping[str, float], count: float) -> 
     if min(var_x, var_y) <= 1e-14:
         return {name: 1.0} if abs(x - y) <= 1e-7 and max(var_x, var_y) <= 1e-14 else {}
     covariance = parts["xy"] / count - x * y
-    slope = {f"{name}_slope": covariance / var_x} if "slope" in parts else {}
-    return {name: covariance / math.sqrt(var_x * var_y)} | slope
+    correlation = covariance / math.sqrt(var_x * var_y)
+    if "slope" not in parts or count < 3 or correlation == 0:
+        return {name: correlation}
+    error = math.sqrt(max(1 / correlation**2 - 1, 0.0) / (count - 2))
+    return {name: correlation, f"{name}_slope": covariance / var_x, f"{name}_slope_error": error}

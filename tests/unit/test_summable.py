@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -98,3 +100,17 @@ def test_extremes_are_compared_where_sums_are_added() -> None:
     assert finalize(parts[1]) == {}
     assert [compared(name) for name in ("a:max", "a:min", "a:sum")] == [True, True, False]
     assert finalize({"d:sum": 4.0, "d:squared": 10.0, "d:count": 2.0}) == {"d_mean": 2.0, "d_std": 1.0}
+
+
+def test_a_slope_has_the_standard_error_of_its_logarithm_and_none_of_two_pairs() -> None:
+    x = torch.tensor([0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
+    y = torch.tensor([0.1, 1.9, 4.2, 7.8], dtype=torch.float64)
+
+    def finished(n: int) -> dict[str, float]:
+        return finalize(correlation(x[:n], y[:n], torch.tensor(float(n))) | {"r:slope": torch.zeros(())})
+
+    fit = np.polyfit(x, y, 1, full=True)
+    error = math.sqrt(fit[1][0] / (len(x) - 2) / float(((x - x.mean()) ** 2).sum())) / fit[0][0]
+    assert finished(4)["r_slope"] == pytest.approx(fit[0][0])
+    assert finished(4)["r_slope_error"] == pytest.approx(error)
+    assert finished(2).keys() == {"r"}

@@ -36,6 +36,7 @@ def test_each_is_named_before_the_size_of_the_mismatch(metrics: dict[str, float]
         {"response/copies": 0.0, "response/copies_log_p": -2.0},
         {"engine/log_odds_slope": 1.05, "engine/log_odds": 0.99},
         {"engine/log_odds_slope": 0.86, "engine/log_odds": 0.9},
+        {"engine/log_odds_slope": 1.7, "engine/log_odds": 0.99, "engine/log_odds_slope_error": 0.1},
     ],
 )
 def test_what_is_clean_or_not_known_is_not(metrics: dict[str, float]) -> None:
@@ -64,7 +65,7 @@ def of_temperature(engine_temperature: float, noise: float) -> str:
     rollout = at(engine_temperature) + noise * torch.randn(1, 800, generator=gen, dtype=torch.float64)
     ratios = LogRatios(rollout.clamp(max=-1e-6), at(1.0), at(1.0), torch.ones(1, 800, dtype=torch.bool))
     metrics = diagnostics.finalize(diagnostics.metrics(Evidence(ratios, torch.zeros(1, 800))))
-    return verdict([HEALTHY | {name: metrics[name] for name in ("engine/log_odds", "engine/log_odds_slope")}]).case
+    return verdict([HEALTHY | {name: metrics[name] for name in metrics if name.startswith("engine/log_odds")}]).case
 
 
 def test_log_probs_of_another_temperature_are_told_from_noise() -> None:
