@@ -17,6 +17,10 @@ Seen = Mapping[str, float]
 SLOPE, CORRELATED = math.log(1.2), 0.98
 """Log-odds of another temperature have a slope that differs from 1 by this factor, and are still so correlated. Noise
 that changes the slope as much correlates less."""
+ONE_LINE = 1 - 1e-6
+"""A correlation above this is of two distinct tokens that answers repeat, which lie on some line. Log-odds of another
+temperature are not on one: other ids differ from token to token.
+"""
 ERRORS = 4
 """Standard errors by which a slope has to be beyond `SLOPE`: of a few tokens it may be anything."""
 
@@ -41,7 +45,7 @@ def records(seen: Seen, settings: Settings) -> Verdict | None:
 def _temperature(seen: Seen, settings: Settings) -> Verdict | None:
     slope, correlation = seen.get("engine/log_odds_slope", 1.0), seen.get("engine/log_odds", 0.0)
     uncertainty = ERRORS * seen.get("engine/log_odds_slope_error", 0.0)
-    if slope <= 0 or abs(math.log(slope)) < SLOPE + uncertainty or correlation < CORRELATED:
+    if slope <= 0 or abs(math.log(slope)) < SLOPE + uncertainty or not CORRELATED <= correlation < ONE_LINE:
         return None
     way, temperature = "a higher" if slope > 1 else "a lower", settings.get("rollout.temperature", 1.0)
     text = (

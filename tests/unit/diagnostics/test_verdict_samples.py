@@ -36,6 +36,7 @@ def test_each_is_named_before_the_size_of_the_mismatch(metrics: dict[str, float]
         {"response/copies": 0.0, "response/copies_log_p": -2.0},
         {"engine/log_odds_slope": 1.05, "engine/log_odds": 0.99},
         {"engine/log_odds_slope": 0.86, "engine/log_odds": 0.9},
+        {"engine/log_odds_slope": 2.0, "engine/log_odds": 1.0, "engine/log_odds_slope_error": 0.0},
         {"engine/log_odds_slope": 1.7, "engine/log_odds": 0.99, "engine/log_odds_slope_error": 0.1},
     ],
 )
@@ -70,4 +71,5 @@ def of_temperature(engine_temperature: float, noise: float) -> str:
 
 def test_log_probs_of_another_temperature_are_told_from_noise() -> None:
     assert [of_temperature(temperature, 0.01) for temperature in (1 / 0.7, 1.25, 0.8, 0.7)] == ["records"] * 4
+    assert [of_temperature(temperature, 0.0) for temperature in (1 / 0.7, 0.7)] == ["records"] * 2
     assert [of_temperature(1.0, noise) for noise in (0.0, 0.02, 0.1, 0.2, 0.4, 1.0)] == ["ok"] * 6
