@@ -80,16 +80,23 @@ def joined(arm: Arm, earlier: Mapping[str, Any], suite: Suite, last: int) -> Arm
         if name == arm.name and state["state"] == "finished":
             rows[int(seed)] = {"step": last}
     earlier_row: Row = next((row for row in earlier["rows"] if row.get("arm") == arm.name), {})
+    answers_by = dict[str, dict[int, Mapping[str, float]]]()
     for figure in (*suite.compared, *suite.beside):
-        words = str(earlier_row.get(f"{figure.name}_runs", "")).split()
-        if figure.by is None and len(figure.metrics) == 1 and len(words) == len(rows):
-            for row, value in zip(rows.values(), words, strict=True):
-                row[figure.metrics[0]] = float(value)
+        words = str(earlier_row.get(f"{figure.name}_runs", NOT_MEASURED))
+        if words == NOT_MEASURED or len(figure.metrics) > 1 or len(words.split()) != len(rows):
+            continue
+        for (seed, row), value in zip(rows.items(), map(float, words.split()), strict=True):
+            if figure.by is None:
+                row[figure.metrics[0]] = value
+            else:
+                answers = answers_by.setdefault(figure.by, {})
+                answers[seed] = {**answers.get(seed, {}), figure.metrics[0]: value}
     runs = {seed: Run(Path(f"{arm.name}-seed{seed}"), {}, [row], ()) for seed, row in rows.items()} | dict(arm.runs)
     ordered = tuple(states[seed] for seed in sorted(states))
     runs = dict(sorted(runs.items()))
-    own_answers = {by: dict(zip(arm.runs, answers, strict=True)) for by, answers in arm.evaluations.items()}
-    evaluations = {by: [answers.get(seed, {}) for seed in runs] for by, answers in own_answers.items()}
+    for by, of_runs in arm.evaluations.items():
+        answers_by.setdefault(by, {}).update(zip(arm.runs, of_runs, strict=True))
+    evaluations = {by: [answers.get(seed, {}) for seed in runs] for by, answers in answers_by.items()}
     return Arm(arm.name, runs, ordered, evaluations)
 
 

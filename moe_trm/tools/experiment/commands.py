@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="folder of the runs and the page (default: run_dir/name of the file)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="run these arms only; the others wait (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="run these seeds only (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and run nothing")
     parser.add_argument("--retry-failed", action="store_true", help="run those that failed again, and keep the count")
     parser.add_argument("--report", action="store_true", help="write page and table of what has run, and run nothing")
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
             args.file,
             args.out,
             jobs=args.jobs,
-            only=args.arms or (),
+            arms=args.arms or (),
+            seeds=args.seeds or (),
             dry_run=args.dry_run,
             retry_failed=args.retry_failed,
             only_report=args.report,
@@ -54,7 +56,8 @@ def run_experiment(
     out: Path | None = None,
     *,
     jobs: int = 1,
-    only: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
     dry_run: bool = False,
     retry_failed: bool = False,
     only_report: bool = False,
@@ -66,11 +69,8 @@ def run_experiment(
     if jobs < 1:
         raise ConfigError("at least one run at a time", where="--jobs", got=jobs, expected="1 or more")
     plan = make_plan(file, out, (lambda _config, _ranks: None) if only_report else check)
-    unknown = [arm for arm in only if arm not in plan.file.arms]
-    if unknown:
-        raise ConfigError(
-            "no arm has this name", where="--arms", got=", ".join(unknown), expected=" or ".join(plan.file.arms)
-        )
+    _check_known("arm", arms, tuple(plan.file.arms))
+    _check_known("seed", seeds, plan.file.seeds)
     attached = [arm for arm, config in plan.configs.items() if not config.rollout.starts_server]
     if jobs > 1 and attached:
         raise ConfigError(
@@ -100,13 +100,24 @@ def run_experiment(
     with alone(plan.folder):
         states = States(plan)
         states.begin(plan)
-        pending = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
+        pending = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, arms=arms, seeds=seeds)
         asked = _run(plan, states, pending, jobs, made_of, served_by) if pending else 0
-        arms = read_arms(plan, states)
-        written = page.write(plan, arms, about(plan, states), states.fixed.changes)
-    print("\n".join(page.summary(plan, arms)))
+        results = read_arms(plan, states)
+        written = page.write(plan, results, about(plan, states), states.fixed.changes)
+    print("\n".join(page.summary(plan, results)))
     print(f"page: {written[0]}\ntable: {written[1]}", flush=True)
     return 128 + asked if asked else int(any(state.state == "failed" for state in states))
+
+
+def _check_known(kind: str, names: Sequence[object], expected: Sequence[object]) -> None:
+    unknown = [name for name in names if name not in expected]
+    if unknown:
+        raise ConfigError(
+            f"no {kind} of the experiment",
+            where=f"--{kind}s",
+            got=", ".join(map(str, unknown)),
+            expected=" or ".join(map(str, expected)),
+        )
 
 
 def _run(

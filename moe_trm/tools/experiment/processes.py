@@ -57,14 +57,19 @@ def alone(folder: Path) -> AbstractContextManager[None]:
 
 
 def left_to_run(
-    plan: ExperimentPlan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
+    plan: ExperimentPlan,
+    states: States,
+    *,
+    retry_failed: bool = False,
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
 ) -> list[PlannedRun]:
-    """The runs that have not ended, in the order of the plan: of the arms `only` if there are any, failed ones if
-    retried.
+    """The runs that have not ended, in the order of the plan: of these arms and seeds (all if none are named), failed
+    ones if retried.
     """
     ended = ("finished",) if retry_failed else ("finished", "failed")
-    arms = only or tuple(plan.file.arms)
-    return [run for run in plan.runs if run.arm in arms and states.of(run).state not in ended]
+    arms, seeds = arms or tuple(plan.file.arms), seeds or plan.file.seeds
+    return [run for run in plan.runs if run.arm in arms and run.seed in seeds and states.of(run).state not in ended]
 
 
 def run_all(

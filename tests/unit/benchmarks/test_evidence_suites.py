@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,10 @@ def test_seeds_of_an_earlier_report_join_those_of_the_folder() -> None:
     assert suite_figures.joined(new, {"rows": [], "runs": []}, SUITE, 24).runs == new.runs
     answered = suite_figures.joined(arm("none", {1: 0.5, 2: 0.6}, unrounded=7), earlier, SUITE, 24)
     assert suite_figures.values(answered, UNROUNDED, 12) == {1: 8, 2: 9}, "the report has no answers of seed 0"
+    both_policies = replace(SUITE, compared=(SAMPLED, UNROUNDED))
+    earlier["rows"] = [suite_figures.arm_row(arm("none", {0: 0.3, 1: 0.4}, unrounded=20), both_policies)]
+    answered = suite_figures.joined(arm("none", {1: 0.5, 2: 0.6}, unrounded=7), earlier, both_policies, 24)
+    assert suite_figures.values(answered, UNROUNDED, 12) == {0: 20, 1: 8, 2: 9}, "the folder's own answers count"
 
 
 @pytest.mark.parametrize("best", [0.35, 0.5, 0.75, 0.99])

@@ -185,7 +185,7 @@ def test_a_changed_base_is_refused_too(tmp_path: Path) -> None:
 
 def test_an_arm_may_change_until_its_first_run_and_the_page_says_so(tmp_path: Path) -> None:
     trial = Scripted(tmp_path)
-    assert trial.run(only=["none"]) == 0
+    assert trial.run(arms=["none"]) == 0
     assert "What changed" not in (trial.out / "table.md").read_text()
     arms = {"none": ["replay.mode=none"], "R3": ["replay.mode=R3", "optimizer.lr=1e-3"]}
     trial.write(arms=arms)
@@ -213,7 +213,7 @@ def test_an_arm_may_change_until_its_first_run_and_the_page_says_so(tmp_path: Pa
 )
 def test_what_concerns_all_arms_is_fixed_by_the_first_run_of_any(tmp_path: Path, change: dict[str, object]) -> None:
     trial = Scripted(tmp_path)
-    assert trial.run(only=["R3"]) == 0
+    assert trial.run(arms=["R3"]) == 0
     trial.write(**change)
     with pytest.raises(ConfigError, match="begun with other settings"):
         trial.run()
@@ -272,15 +272,25 @@ def test_damaged_books_are_refused(tmp_path: Path) -> None:
 
 def test_arms_can_be_run_before_the_others(tmp_path: Path) -> None:
     trial = Scripted(tmp_path)
-    assert trial.run(only=["R3"]) == 0
+    assert trial.run(arms=["R3"]) == 0
     assert {run: state["state"] for run, state in trial.states().items()} == {
         run: "finished" if run.startswith("R3") else "waiting" for run in ALL
     }
     assert "no seed has finished in both" in (trial.out / "table.md").read_text()
     assert trial.run() == 0
     assert {state["attempts"] for state in trial.states().values()} == {1}
-    with pytest.raises(ConfigError, match="no arm has this name"):
-        trial.run(only=["R4"])
+    with pytest.raises(ConfigError, match="no arm of the experiment"):
+        trial.run(arms=["R4"])
+
+
+def test_seeds_can_be_run_before_the_others(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path)
+    assert trial.run(seeds=[2]) == 0
+    assert {run for run, state in trial.states().items() if state["state"] == "finished"} == {
+        run for run in ALL if run.endswith("seed2")
+    }
+    with pytest.raises(ConfigError, match="no seed of the experiment"):
+        trial.run(seeds=[77])
 
 
 STOPPED = """
