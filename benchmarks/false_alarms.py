@@ -1,10 +1,10 @@
 """Clean runs of small learners in every arithmetic: what judges mismatch and records may raise nothing.
 
-`python -m benchmarks.false_alarms [--seeds 6] [--steps 100]` trains one small MoE policy for each arithmetic and seed.
-A rollout samples by decoding, one token after the other, with rounded weights and activations. The learner computes in
-float32 over whole rows: with the rollout's experts, and with its own, which may differ. Policies learn by REINFORCE and
-get surer, answers get longer from step to step, and the samples of stale runs are up to eight versions old. All figures
-are of these log-probs, experts and samples, through the code that judges a run.
+`python -m benchmarks.false_alarms [--seeds 6] [--first-seed 0] [--steps 100]` trains one small MoE policy for each
+arithmetic and seed. A rollout samples by decoding, one token after the other, with rounded weights and activations. The
+learner computes in float32 over whole rows: with the rollout's experts, and with its own, which may differ. Policies
+learn by REINFORCE and get surer, answers get longer from step to step, and the samples of stale runs are up to eight
+versions old. All figures are of these log-probs, experts and samples, through the code that judges a run.
 
 Printed for each arithmetic: runs, steps, mean k3 between the engines, steps with an alarm (a jump, records, labels,
 routes or lone tokens), and rows whose masks were refused; then the share of runs with an alarm, with its upper 95%
@@ -28,7 +28,7 @@ from moe_trm import diagnostics
 from moe_trm.corrections import Evidence
 from moe_trm.methods import summable
 from moe_trm.observe.judge import Judge
-from moe_trm.ratios import LogRatios
+from moe_trm.ratios import LogRatios, k3
 from moe_trm.rollout.sample_metrics import copy_metrics
 from moe_trm.sampling_mask.bounds import SamplerBounds
 from moe_trm.sampling_mask.logprobs import TIED
@@ -187,42 +187,53 @@ def sampled(
 
 
 class Run:
-    """One policy, its learner and its judges."""
+    """One policy, its learner and its judges.
+
+    Attributes:
+        arithmetic: of the rollout.
+        versions: weights of the last steps, the newest last.
+        k3, cases, sentences: of each step, the mismatch of the engines, and case and words of the verdict.
+        refused: rows whose masks were refused.
+    """
 
     def __init__(self, arithmetic: Arithmetic, seed: int, steps: int) -> None:
-        self._arithmetic, self._steps = arithmetic, steps
+        self.arithmetic, self._steps = arithmetic, steps
         self._weights = made_weights(seed)
         self._made, self._draw = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
         self._optimizer = torch.optim.Adam([*self._weights.values()], lr=3e-3)
-        self._versions = [self._copy()]
+        self.versions = [self._copy()]
         self._judge, self._bounds = Judge(), SamplerBounds(TOP_P, VOCAB)
         self._refused_now = 0
-        self.k3, self.cases, self.refused = list[float](), list[str](), 0
+        self.k3, self.cases, self.sentences, self.refused = list[float](), list[str](), list[str](), 0
 
     def _copy(self) -> Weights:
         return {name: weight.detach().clone() for name, weight in self._weights.items()}
 
+    def sample(self, behavior: Weights, prompts_BP: Tensor, length: int) -> Samples:
+        """The rollout's answers with the weights `behavior`, which are their label."""
+        return sampled(rounded(behavior, self.arithmetic), prompts_BP, length, self.arithmetic, self._made)
+
     def step(self, step: int) -> None:
         """Sample, judge and learn once."""
-        arithmetic = self._arithmetic
-        age = min(int(self._draw.integers(0, arithmetic.age + 1)), len(self._versions) - 1)
-        behavior = self._versions[-1 - age]
+        arithmetic = self.arithmetic
+        age = min(int(self._draw.integers(0, arithmetic.age + 1)), len(self.versions) - 1)
+        behavior = self.versions[-1 - age]
         length = FIRST_LENGTH + (LAST_LENGTH - FIRST_LENGTH) * step // self._steps
         prompts = torch.from_numpy(self._draw.integers(0, VOCAB, (PROMPTS, PROMPT))).repeat_interleave(GROUP, 0)
-        samples = sampled(rounded(behavior, arithmetic), prompts, length, arithmetic, self._made)
+        samples = self.sample(behavior, prompts, length)
         inputs, targets = samples.tokens[:, :-1], samples.tokens[:, PROMPT:, None]
         replayed = samples.experts if arithmetic.replays else None
 
-        def answered(weights: Weights) -> tuple[Tensor, Tensor, list[Tensor]]:
-            full, chosen = forward(weights, inputs, _float, replayed)
+        def answered(weights: Weights, experts: Sequence[Tensor] | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+            full, chosen = forward(weights, inputs, _float, experts)
             full = full[:, PROMPT - 1 :]
             over = full.masked_fill(~samples.kept, -torch.inf).logsumexp(-1)
             return full, full.gather(-1, targets)[..., 0] - over, chosen
 
         with torch.no_grad():
-            full, old, _ = answered(behavior)
-            _, native = forward(behavior, inputs, _float)
-        _, current, _ = answered(self._weights)
+            full, old, _ = answered(behavior, replayed)
+            _, unreplayed, native = answered(behavior, None)
+        _, current, _ = answered(self._weights, replayed)
         mask = torch.ones_like(old, dtype=torch.bool)
         ratios = LogRatios(samples.logprobs, old, current, mask, None if age == 0 else current.detach())
         versions = torch.full_like(mask, step - 1 - age, dtype=torch.int32)
@@ -241,13 +252,17 @@ class Run:
             ),
             **copy_metrics(records(samples)),
             "routing/native_flip_rate": float(torch.stack(flips).float().mean()),
+            "probe/native_k3_kl": float(k3(unreplayed - samples.logprobs).mean()),
+            "probe/replayed_k3_kl": float(k3(old - samples.logprobs).mean()),
             "rollout/age_max": float(age),
             "weights/version": float(step),
             "optimizer/grad_norm": grad_norm,
             "sampling_mask/refused_fraction": self._refused_now / len(prompts),
         }
         self.k3.append(metrics["engine/k3_kl"])
-        self.cases.append(self._judge.say(metrics)["verdict/case"])
+        entries = self._judge.say(metrics)
+        self.cases.append(entries["verdict/case"])
+        self.sentences.append(entries["verdict"])
 
     def _judge_masks(self, full_BSV: Tensor, samples: Samples, old_BS: Tensor) -> None:
         kept = full_BSV.masked_fill(~samples.kept, torch.inf)
@@ -265,7 +280,7 @@ class Run:
         torch.autograd.backward(-(advantages[:, None] * current_BS).mean())
         size = torch.nn.utils.clip_grad_norm_([*self._weights.values()], 1.0)
         self._optimizer.step()
-        self._versions = [*self._versions[-8:], self._copy()]
+        self.versions = [*self.versions[-8:], self._copy()]
         return float(size)
 
 
@@ -310,6 +325,7 @@ def upper_bound(alarms: int, runs: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--seeds", type=int, default=6, help="runs of each arithmetic (default: 6)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow it (default: 0)")
     parser.add_argument("--steps", type=int, default=100, help="training steps of each run (default: 100)")
     parser.add_argument("--only", default="", metavar="TEXT", help="the arithmetics with TEXT in their names")
     args = parser.parse_args(argv)
@@ -318,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, arithmetic in ARITHMETICS.items():
         if args.only not in name:
             continue
-        runs = [Run(arithmetic, seed, args.steps) for seed in range(args.seeds)]
+        runs = [Run(arithmetic, args.first_seed + place, args.steps) for place in range(args.seeds)]
         for run in runs:
             for step in range(1, args.steps + 1):
                 run.step(step)

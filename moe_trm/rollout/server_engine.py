@@ -162,10 +162,21 @@ class ServerEngine:
         raise refused
 
     async def _read(self, question: Question) -> SampledTurn:
-        """The checked answer to one request."""
+        """The checked answer to one request, or to one of those that are made because it fails.
+
+        Each has an id of its own: the engine may still work on the one before. A router may give it another.
+        """
+        attempts = itertools.count()
+        if self._router is None:
+            question = replace(question, request_id=secrets.token_hex(8))
+
+        def request() -> dict[str, object]:
+            begin = question.request_id
+            return self._backend.request(replace(question, request_id=begin and f"{begin}-{next(attempts)}"))
+
         try:
             async with self._slots:
-                body, server = await self._fleet.ask(self._backend.request(question))
+                body, server = await self._fleet.ask(request)
         except AnswerTooLong as error:
             raise RecordRejected(
                 "too_long", error.what, where=error.where, got=error.got, expected=error.expected

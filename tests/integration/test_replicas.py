@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,19 @@ COMPARED = {
     "backend=megatron:expert=1": {"router", "norm", "experts", "embed", "proj"},
     "backend=megatron:expert=2": {"router", "norm", "embed", "proj"},
     "backend=megatron:expert=1:expert_tensor=2:tensor=2": {"router", "norm"},
+    "backend=megatron:expert=1:pipeline=2:first_stage_layers=1": {"router", "norm", "experts", "embed", "proj"},
+    "backend=megatron:expert=1:pipeline=2:first_stage_layers=1:odd=3": {"router", "norm", "experts", "proj"},
     "backend=deepspeed:stage=2": {"norm", "q_norm", "experts", "embed", "proj"},
     "backend=deepspeed:stage=3": set[str](),
 }
-"""By layout of two ranks, the kinds of tensors of which both hold the same part."""
+"""By layout of two ranks, or of two for each stage, the kinds of tensors of which the odd one and another hold the same
+part."""
 
 Facts = dict[str, dict[int, dict[str, str]]]
+
+
+def num_ranks(run: str) -> int:
+    return 4 if "pipeline" in run else 2
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +36,13 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """What each rank's learner said, by run and rank."""
     folder = tmp_path_factory.mktemp("replicas")
     checkpoint, out = make_checkpoint(folder / "main"), folder / "out"
-    for backend in ("megatron", "deepspeed"):
-        runs = [run for run in COMPARED if f"backend={backend}" in run]
-        run_ranks(out, checkpoint, 2, *runs, script=SCRIPT)
-    return {run: {rank: json.loads((out / run / f"{rank}.json").read_text()) for rank in range(2)} for run in COMPARED}
+    jobs = groupby(COMPARED, lambda run: (run.split(":")[0], num_ranks(run)))
+    for (_, size), runs in jobs:
+        run_ranks(out, checkpoint, size, *runs, script=SCRIPT)
+    return {
+        run: {rank: json.loads((out / run / f"{rank}.json").read_text()) for rank in range(num_ranks(run))}
+        for run in COMPARED
+    }
 
 
 @pytest.mark.parametrize("run", COMPARED)
@@ -42,12 +53,13 @@ def test_replicas_agree_after_the_load_and_after_a_step(facts: Facts, run: str) 
 
 @pytest.mark.parametrize("run", COMPARED)
 def test_every_rank_stops_at_one_changed_bit_of_another_and_names_the_tensor(facts: Facts, run: str) -> None:
+    holders = "ranks 2, 3" if "odd=3" in run else "ranks 0, 1"
     for messages in facts[run].values():
         stops = {fault: text for fault, text in messages.items() if ", " in fault and text}
         assert {fault.split(", ")[0] for fault in stops} == COMPARED[run]
         for fault, text in stops.items():
             kind = fault.split(", ")[0]
-            assert "ranks 0, 1" in text.splitlines()[0]
+            assert holders in text.splitlines()[0]
             assert kind in text.splitlines()[0]
             assert f"{kind}, bit" in stops
             assert f"{kind}, tenth" in stops

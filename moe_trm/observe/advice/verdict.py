@@ -22,7 +22,8 @@ from moe_trm.observe.advice.verdict_mismatch import (
     escalation,
     measured,
 )
-from moe_trm.observe.advice.verdict_records import claims
+from moe_trm.observe.advice.verdict_records import labels, routes
+from moe_trm.observe.advice.verdict_samples import records, temperature
 from moe_trm.observe.advice.verdict_training import (
     clipping,
     gradient,
@@ -92,14 +93,16 @@ def verdict(
     needs a healthy mismatch, and a gradient and rewards that were measured.
 
     Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative. The share that routes have
-    in it is that of the latest probe.
+    in it is that of the latest probe. Routes and temperature are of a server, not of a step: the last three steps that
+    measured them must agree, so that a few tokens of one step name none.
     """
     if not history or not measured(history[-1]):
         return Verdict("unclear", "The mismatch was not measured, so nothing can be said.", {}, "")
+    contradicted = labels(history[-1]) or routes(history) or records(history[-1]) or temperature(history, settings)
+    if contradicted:
+        return contradicted
     seen = {**last_probe(history), **history[-1], **advisable(history, settings)}
     history = [*history[:-1], seen]
-    if contradicted := claims(seen):
-        return contradicted
     for judge in CASES:
         judgement = judge(seen, settings)
         if judgement:

@@ -23,9 +23,11 @@ FACTOR, SCORE = 10.0, 6.0
 """A jump is a value this many times the median, and this many robust deviations of logarithms above it."""
 BROAD = 3.0
 """Growth of the 95th percentile over tokens at which one step is enough: single tokens do not make it."""
-STEPS, BEYOND = 3, 2.0
-"""Without it, jumps in a row that are told, and how far beyond the largest value before: few tokens that take another
-expert make a figure that is nearly always small and then large."""
+STEPS, CHANCE = 3, 1e-6
+"""Jumps in a row that are told without it; and the chance of a row of jumps below which they are told."""
+BEYOND = 2.0
+"""How far beyond the largest value before a jump has to be: few tokens that take another expert make a figure that is
+nearly always small and then large, and one at the beginning of an answer moves most tokens behind it."""
 CARRIES = 3.0
 """A class of tokens carries a jump where its figure grew by so much more than another's of the same kind."""
 TYPICAL = "engine/probs_diff_p95"
@@ -78,16 +80,21 @@ class _Course:
         return values[-REFERENCE_STEPS:]
 
     @property
+    def chance(self) -> float:
+        """Of as many jumps in a row as reach the latest step, at the rate of jumps before them, with one more."""
+        earlier = self.jumps[: len(self.jumps) - self.num_jumps]
+        return float(((sum(earlier) + 1) / (len(earlier) + 1)) ** self.num_jumps)
+
+    @property
     def growth(self) -> float | None:
         """The latest value as a multiple of the median of the reference."""
         reference = self.reference
         return self.steps[-1][self.name] / median(reference) if len(reference) >= LEAST_STEPS else None
 
-    @property
-    def lasts(self) -> bool:
-        """True of several jumps in a row to values that no step before them has had, single jumps included."""
-        num_jumps, values = self.num_jumps, [step[self.name] for step in self.steps]
-        return num_jumps >= STEPS and min(values[-STEPS:]) > BEYOND * max(values[:-num_jumps])
+    def is_new(self, num_steps: int) -> bool:
+        """True where the latest steps have values that no step before their jumps has had, single jumps included."""
+        values = [step[self.name] for step in self.steps]
+        return min(values[-num_steps:]) > BEYOND * max(values[: len(values) - self.num_jumps])
 
 
 def jump(history: Sequence[Seen]) -> Verdict | None:
@@ -95,10 +102,11 @@ def jump(history: Sequence[Seen]) -> Verdict | None:
 
     The reference of a figure is up to 50 values before it, without those that jumped: with median m and robust
     deviation s of their logarithms, not below log(10) / 6, x jumps where log(x / m) > 6 s. So ten times the median
-    is the least that counts, and more where a figure varies. It is told in its first step where the 95th percentile
-    over tokens is three times its median as well, else of the third such step in a row, if they are beyond twice the
-    largest value before them. Figures that contain lag are not compared, as lag grows with age. Nothing before the last
-    hundred steps counts.
+    is the least that counts, and more where a figure varies. Beyond twice the largest value before, single jumps
+    included, a jump is told in its first step where the 95th percentile over tokens is three times its median as well,
+    else with the third such step in a row. Others are told when so many follow one another as chance would have at one
+    of a million places, at the rate of single jumps before. Figures that contain lag are not compared, as lag grows
+    with age. Nothing before the last hundred steps counts.
     """
     courses = {name: _Course.of(history, name) for name in _suspects(history)}
     latest_jumps = {name: course for name, course in courses.items() if course.num_jumps}
@@ -107,7 +115,13 @@ def jump(history: Sequence[Seen]) -> Verdict | None:
     seen = history[-1]
     typical = _Course.of(history, TYPICAL).growth if TYPICAL in seen else None
     is_broad = typical is not None and typical >= BROAD
-    certain_names = [name for name, course in latest_jumps.items() if (is_broad and name in WATCHED) or course.lasts]
+    certain_names = [
+        name
+        for name, course in latest_jumps.items()
+        if (is_broad and name in WATCHED and course.is_new(1))
+        or (course.num_jumps >= STEPS and course.is_new(STEPS))
+        or course.chance < CHANCE
+    ]
     if not certain_names:
         return None
     name, course = certain_names[0], latest_jumps[certain_names[0]]

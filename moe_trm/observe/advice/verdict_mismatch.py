@@ -15,7 +15,7 @@ from moe_trm.methods.corrections import CORRECTIONS
 from moe_trm.methods.limits import FAR_AHEAD, OUTLIER, RISING_STEPS
 from moe_trm.observe.advice import remedies
 from moe_trm.observe.advice.remedies import Remedy, Settings, first
-from moe_trm.observe.advice.verdict_samples import lone_tokens, records
+from moe_trm.observe.advice.verdict_samples import lone_tokens
 from moe_trm.observe.advice.verdict_types import Verdict, pick
 
 Seen = Mapping[str, float]
@@ -287,7 +287,6 @@ def costly(history: Sequence[Seen], settings: Settings) -> Verdict | None:
 
 
 CASES: tuple[Callable[[Seen, Settings], Verdict | None], ...] = (
-    records,
     precision,
     outlier,
     unsplit,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from moe_trm.observe.advice.verdict_types import Verdict, pick
+from moe_trm.observe.advice.verdict_types import REPEATS, Verdict, pick
 
 DOUBTED_LABELS = 0.05
 """Share of answers whose label another version contradicts."""
 WORSE_ROUTES, LEAST_K3 = 2.0, 1e-4
 """Replayed over native mismatch that right routes never have, and the replayed one from which it is looked at."""
-
-
-def claims(seen: Mapping[str, float]) -> Verdict | None:
-    """Labels or routes that the learner's own scores contradict."""
-    return labels(seen) or routes(seen)
+PROBED = ("probe/native_k3_kl", "probe/replayed_k3_kl", "probe/routing_share_se")
 
 
 def labels(seen: Mapping[str, float]) -> Verdict | None:
@@ -33,17 +29,23 @@ def labels(seen: Mapping[str, float]) -> Verdict | None:
     return Verdict("labels", text, {"weights/labels_doubted": share, worst: by_age[worst]}, "")
 
 
-def routes(seen: Mapping[str, float]) -> Verdict | None:
-    """Replayed routes explain fresh samples worse than the learner's own, so they are not those that sampled."""
-    names = ("probe/native_k3_kl", "probe/replayed_k3_kl", "probe/routing_share_se")
-    native, replayed, error = (seen.get(name, 0.0) for name in names)
-    if not native or replayed <= LEAST_K3 or seen.get("rollout/age_max"):
+def routes(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """Replayed routes explain fresh samples worse than the learner's own, so they are not those that sampled.
+
+    In the last `REPEATS` probes of fresh samples, or in all there are: one has few tokens.
+    """
+    probes = [step for step in history if "probe/native_k3_kl" in step and not step.get("rollout/age_max")][-REPEATS:]
+    if not probes or history[-1].get("rollout/age_max") or not all(map(_are_worse, probes)):
         return None
-    if replayed / native - 2 * error <= WORSE_ROUTES:
-        return None
+    native, replayed = (probes[-1][name] for name in PROBED[:2])
     text = (
         f"With the replayed routes the mismatch is {replayed / native:.0f} times what it is with the learner's own (k3 "
         f"{replayed:.2g} instead of {native:.2g}): they are not the routes that sampled these tokens. They may be of "
         "older weights, or of other tokens. Measure the engine's route recording with moe-trm doctor."
     )
-    return Verdict("routes", text, pick(seen, *names), "")
+    return Verdict("routes", text, pick(probes[-1], *PROBED), "")
+
+
+def _are_worse(probe: Mapping[str, float]) -> bool:
+    native, replayed, error = (probe.get(name, 0.0) for name in PROBED)
+    return native > 0 and replayed > LEAST_K3 and replayed / native - 2 * error > WORSE_ROUTES

@@ -6,14 +6,15 @@ Each case is a function of one step's finished metrics, and None where it does n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_trm.methods.limits import FAR, FAR_APART, TIGHT
 from moe_trm.observe.advice.remedies import Remedy, Settings, first
-from moe_trm.observe.advice.verdict_types import Verdict, pick
+from moe_trm.observe.advice.verdict_types import REPEATS, Verdict, pick
 
 Seen = Mapping[str, float]
 
+SLOPE_OF_ODDS = "engine/log_odds_slope"
 SLOPE, CORRELATED = math.log(1.2), 0.98
 """Log-odds of another temperature have a slope that differs from 1 by this factor, and are still so correlated. Noise
 that changes the slope as much correlates less."""
@@ -25,8 +26,8 @@ ERRORS = 4
 """Standard errors by which a slope has to be beyond `SLOPE`: of a few tokens it may be anything."""
 
 
-def records(seen: Seen, settings: Settings) -> Verdict | None:
-    """Masks that the sampler cannot have kept, answers that are copies, log-probs of another temperature."""
+def records(seen: Seen) -> Verdict | None:
+    """Masks that the sampler cannot have kept, and answers that are copies."""
     if refused := seen.get("sampling_mask/refused_fraction", 0.0):
         text = (
             f"The sampling masks of {refused:.1%} of the rows are not what the sampler's settings leave, so these rows "
@@ -39,20 +40,29 @@ def records(seen: Seen, settings: Settings) -> Verdict | None:
             "that next to impossible: look for a seed that repeats, or a cache of answers before the server."
         )
         return Verdict("records", text, pick(seen, "response/copies", "response/copies_log_p"), "")
-    return _temperature(seen, settings)
+    return None
 
 
-def _temperature(seen: Seen, settings: Settings) -> Verdict | None:
-    slope, correlation = seen.get("engine/log_odds_slope", 1.0), seen.get("engine/log_odds", 0.0)
-    uncertainty = ERRORS * seen.get("engine/log_odds_slope_error", 0.0)
-    if slope <= 0 or abs(math.log(slope)) < SLOPE + uncertainty or not CORRELATED <= correlation < ONE_LINE:
+def temperature(history: Sequence[Seen], settings: Settings) -> Verdict | None:
+    """Log-probs of another temperature, in the last `REPEATS` steps with a slope, or in all there are."""
+    steps = [step for step in history if SLOPE_OF_ODDS in step][-REPEATS:]
+    if not steps or SLOPE_OF_ODDS not in history[-1] or len(set(map(_way, steps))) > 1 or not (way := _way(steps[-1])):
         return None
-    way, temperature = "a higher" if slope > 1 else "a lower", settings.get("rollout.temperature", 1.0)
+    slope, of_run = steps[-1][SLOPE_OF_ODDS], settings.get("rollout.temperature", 1.0)
     text = (
-        f"The rollout's log-probs are those of {way} temperature than the run's {temperature} (the learner's log-odds "
+        f"The rollout's log-probs are those of a {way} temperature than the run's {of_run} (the learner's log-odds "
         f"are {slope:.2f} times as far apart): look at the server's settings of log-probs."
     )
-    return Verdict("records", text, {"engine/log_odds_slope": slope, "engine/log_odds": correlation}, "")
+    return Verdict("records", text, pick(steps[-1], SLOPE_OF_ODDS, "engine/log_odds"), "")
+
+
+def _way(seen: Seen) -> str:
+    """`higher` or `lower` where a step's log-odds are those of such a temperature; else empty."""
+    slope, correlation = seen[SLOPE_OF_ODDS], seen.get("engine/log_odds", 0.0)
+    uncertainty = ERRORS * seen.get("engine/log_odds_slope_error", 0.0)
+    if slope <= 0 or abs(math.log(slope)) < SLOPE + uncertainty or not CORRELATED <= correlation < ONE_LINE:
+        return ""
+    return "higher" if slope > 1 else "lower"
 
 
 def lone_tokens(seen: Seen, settings: Settings) -> Verdict | None:

@@ -35,6 +35,10 @@ Case = Literal[
 ]
 
 
+REPEATS = 3
+"""Steps that must agree on what would be true of all steps of a server, or as many as there are."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Judgement of a run's metrics.

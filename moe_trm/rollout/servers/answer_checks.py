@@ -32,6 +32,21 @@ def check_prompt(prompt_ids: Sequence[int] | None, context: Sequence[int]) -> No
         )
 
 
+def check_request(request_id: str, begin: str) -> None:
+    """Refuse the answer to another request for the same ids: it may be one that another sample has, too.
+
+    Raises `RecordRejected` (`other_request`).
+    """
+    if not request_id.startswith(begin):
+        raise RecordRejected(
+            "other_request",
+            "this is the answer to another request",
+            got=request_id or "no id",
+            expected=f"an id from {begin}",
+            fix="Look for a router, proxy or cache that hands on the answers of other requests, or drops fields.",
+        )
+
+
 def sampled_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """`[S]` int32. Raises `RecordRejected` (`empty_output`, `token_range`)."""
     if not ids:

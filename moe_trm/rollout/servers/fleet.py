@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, SyncError
 from moe_trm.rollout.servers.given_up import failed_everywhere, none_came_back, too_slow
-from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, refused
+from moe_trm.rollout.servers.http import Body, EngineSlow, HttpStatusError, refused
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.servers.use_proof import ServerUnfit
@@ -103,7 +103,7 @@ class Fleet:
         for server in self.servers:
             await server.close()
 
-    async def ask(self, request: Mapping[str, object]) -> tuple[bytes, int | None]:
+    async def ask(self, request: Body) -> tuple[bytes, int | None]:
         """The body of an answer to `request` by a server with the newest weights, and the place of that server.
 
         It is None behind a router, and where there is one server only.

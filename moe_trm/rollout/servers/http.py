@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +14,8 @@ from moe_trm.errors import EngineError, EngineLost, RecordRejected
 
 FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
+
+Body = Mapping[str, object] | Callable[[], Mapping[str, object]]
 
 HEADERS = {"Content-Type": "application/json"}
 """Headers of every request, beside the key."""
@@ -71,7 +73,7 @@ class EngineHttp:
         self,
         method: str,
         path: str,
-        body: Mapping[str, object] | None = None,
+        body: Body | None = None,
         *,
         timeout_s: float | None = None,
         attempts: int | None = None,
@@ -79,7 +81,8 @@ class EngineHttp:
         """The body of a successful answer.
 
         Raises `AnswerTooLong`, `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError`
-        at once for 4xx other than 429. `timeout_s` and `attempts` replace this connection's.
+        at once for 4xx other than 429. `timeout_s` and `attempts` replace this connection's. A function makes the body
+        of each attempt anew.
         """
         attempts, timeout_s = attempts or self._max_attempts, timeout_s or self._timeout_s
         for attempt in range(attempts):
@@ -118,9 +121,7 @@ class EngineHttp:
     ) -> None:
         await self.close()
 
-    async def _once(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
-    ) -> tuple[int, bytes]:
+    async def _once(self, method: str, path: str, body: Body | None, timeout_s: float) -> tuple[int, bytes]:
         if self._session is None:
             # The caller bounds concurrency; a second bound in the pool would only hide where requests wait.
             self._session = aiohttp.ClientSession(
@@ -132,7 +133,7 @@ class EngineHttp:
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(),
             )
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else orjson.dumps(body() if callable(body) else body)
         async with asyncio.timeout(timeout_s):
             async with self._session.request(method, self.url + path, data=data) as response:
                 size = response.content_length

@@ -31,12 +31,15 @@ class RequestedFields:
 class Question:
     """A question for one answer: the ids to continue, the sampling with the answer's most tokens, the fields of the
     record, and the first row of the routes to return; those before `start` are known.
+
+    `request_id` begins the id of each request that is sent for it, where the engine's answers name theirs.
     """
 
     context: tuple[int, ...]
     params: SamplingParams
     requested: RequestedFields
     start: int = 0
+    request_id: str = ""
 
 
 class AnswerFormat(ABC):

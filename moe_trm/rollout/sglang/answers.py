@@ -16,4 +16,6 @@ class SglangAnswers(AnswerFormat):
 
     def parse(self, body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
         """See `parse_turn`."""
-        return parse_turn(body, question.context, model, question.requested, start=question.start)
+        return parse_turn(
+            body, question.context, model, question.requested, start=question.start, request_id=question.request_id
+        )

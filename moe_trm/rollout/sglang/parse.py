@@ -6,7 +6,8 @@ Shape letters: T tokens, S of them sampled in this answer and the others its con
 
 Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
 
-- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `other_prompt`, `token_range`
+- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `token_range`
+- `prompt_length`, `other_prompt`, `other_request`
 - `logprob_count`, `logprob_ids`, `logprob_value` (not finite, or positive)
 - `version_missing`, `version_unknown`, `mask_missing`, `route_missing`, `retraction_unknown`
 """
@@ -21,7 +22,13 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.answer_checks import check_prompt, checked_logprobs, over_support, sampled_ids
+from moe_trm.rollout.servers.answer_checks import (
+    check_prompt,
+    check_request,
+    checked_logprobs,
+    over_support,
+    sampled_ids,
+)
 from moe_trm.rollout.servers.ownership import version_of
 from moe_trm.rollout.servers.question import RequestedFields
 from moe_trm.rollout.servers.served_model import ServedModel
@@ -56,6 +63,8 @@ class MetaInfo(msgspec.Struct):
     """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
 
     finish_reason: FinishReason | None
+    id: str = ""
+    """Of the request; SGLang makes one up for a request without."""
     prompt_tokens: int | None = None
     """Missing in the answer of a request that was aborted while it waited in the queue."""
     output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
@@ -86,15 +95,17 @@ def parse_turn(
     requested: RequestedFields,
     *,
     start: int = 0,
+    request_id: str = "",
 ) -> SampledTurn:
     """Check one answer to `context` against every invariant that it can break by itself.
 
-    `start` is the first row of the routes that were asked for. Raises `RecordRejected` with one of the reasons of this
-    module's docstring.
+    `start` is the first row of the routes that were asked for; the request's id began with `request_id`. Raises
+    `RecordRejected` with one of the reasons of this module's docstring.
     """
     answer = decode_answer(body)
     finish_reason = _finish_reason(answer, partial=requested.partial)
     output_S = _output_ids(answer, context, model, requested)
+    check_request(answer.meta_info.id, request_id)
     full_S = _full_logprobs(answer)
     mask, rollout_S = None, full_S
     if requested.mask:

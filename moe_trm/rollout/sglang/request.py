@@ -28,6 +28,8 @@ def generate_request(question: Question) -> dict[str, object]:
         "return_logprob": True,
         "return_prompt_token_ids": True,
     }
+    if question.request_id:
+        request["rid"] = question.request_id
     if params.stop_texts:
         # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.
         # For an expression it looks at as many as there are characters (0.5.23, `Req._stop_match_tail_len`).

@@ -80,6 +80,18 @@ def test_routes_that_explain_samples_worse_than_none_are_not_theirs(
         assert "16 times what it is with the learner's own (k3 0.0011 instead of 7e-05)" in judgement.sentence
 
 
+def test_older_routes_are_in_every_probe_of_fresh_samples() -> None:
+    """In one, a few tokens may make any ratio."""
+    right, wrong = (
+        HEALTHY | {"probe/native_k3_kl": 7e-4, "probe/replayed_k3_kl": replayed} for replayed in (2e-4, 3e-3)
+    )
+    stale = right | {"rollout/age_max": 2.0}
+    assert verdict([right, wrong, HEALTHY, wrong]).case == "ok"
+    assert verdict([wrong, right, HEALTHY, wrong, wrong, HEALTHY, wrong]).case == "routes"
+    assert verdict([wrong, wrong, stale, HEALTHY, wrong, HEALTHY]).case == "routes"
+    assert verdict([wrong, stale]).case == "ok"
+
+
 def test_a_share_of_a_sample_is_told_with_its_error() -> None:
     said = verdict([HEALTHY, HEALTHY | ROUTED | {"probe/routing_share_se": 0.1}]).sentence
     assert "80% of it, ±20%, by a probe of 25% of the tokens" in said

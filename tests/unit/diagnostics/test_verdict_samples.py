@@ -54,6 +54,15 @@ def test_a_lone_token_far_off_is_named_where_the_others_agree() -> None:
         assert verdict([HEALTHY | FAR | calm]).case == "ok"
 
 
+def test_a_temperature_is_of_every_step_of_a_server() -> None:
+    """A policy that repeats few tokens may have any slope in one step."""
+    odd = HEALTHY | {"engine/log_odds_slope": 0.75, "engine/log_odds": 0.99}
+    clean = HEALTHY | {"engine/log_odds_slope": 1.0, "engine/log_odds": 0.99}
+    assert verdict([clean, clean, odd]).case == verdict([clean, odd, odd]).case == "ok"
+    assert verdict([odd, odd, HEALTHY]).case == verdict([odd, odd, odd | {"engine/log_odds_slope": 1.3}]).case == "ok"
+    assert verdict([clean, odd, odd, HEALTHY, odd]).case == "records"
+
+
 def of_temperature(engine_temperature: float, noise: float) -> str:
     """The case of a learner at temperature 1 and an engine at another, over 800 tokens of a vocabulary of 50."""
     gen = torch.Generator().manual_seed(0)

@@ -157,6 +157,19 @@ def test_single_tokens_are_told_when_they_come_again() -> None:
     assert jump([odd] + [calm] * 20 + [odd, odd, odd]) is None, "a healthy step had as much"
 
 
+def test_where_a_few_tokens_often_take_another_expert_a_row_of_jumps_is_told() -> None:
+    """One at the beginning of an answer moves the tokens behind it, so such a jump is no fault by itself."""
+    calm = {"engine/k3_kl": 2e-5, "engine/probs_diff_p95": 1e-3}
+    flipped = {"engine/k3_kl": 4e-3, "engine/probs_diff_p95": 8e-3}
+    odd = {"engine/k3_kl": 1e-3, "engine/probs_diff_p95": 5e-3}
+    run = ([calm] * 14 + [flipped]) * 4
+    assert jump([*run, calm, odd]) is None
+    assert jump([*run, calm, *[odd] * 4]) is None
+    assert jump([*run, calm, *[odd] * 6]) is not None
+    assert jump([*[calm] * 61, odd]) is not None, "without any before"
+    assert jump([*run, calm, odd | {"engine/k3_kl": 9e-3}]) is not None, "beyond those before"
+
+
 def test_a_class_of_tokens_alone_is_told_too() -> None:
     calm = {"engine/k3_kl": 2e-5, "turns/engine_k3/0": 2e-5, "turns/engine_k3/3": 2e-5}
     odd = calm | {"engine/k3_kl": 5e-5, "turns/engine_k3/3": 1e-3}

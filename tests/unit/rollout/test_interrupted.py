@@ -61,6 +61,7 @@ class InterruptedServer(LocalApp):
         meta: dict[str, Any] = {
             "finish_reason": {"type": "length" if last else "abort"},
             "prompt_tokens": length,
+            "id": body["rid"],
             "num_retractions": self.retractions[number],
             "weight_versions": [{"version": str(number), "start": 0, "end": sampled}],
             "output_token_logprobs": [[-0.5, 3, None]] * sampled,
@@ -71,14 +72,19 @@ class InterruptedServer(LocalApp):
 
 
 def sample(
-    server: InterruptedServer, tmp_path: Path, missing: str = "reject", stop: tuple[int, ...] = (), more: int = 0
+    server: InterruptedServer,
+    tmp_path: Path,
+    missing: str = "reject",
+    stop: tuple[int, ...] = (),
+    more: int = 0,
+    max_attempts: int = 1,
 ) -> tuple[RolloutRecord, dict[str, float]]:
     async def run() -> tuple[RolloutRecord, dict[str, float]]:
         await server.start()
         settings = config(
             tmp_path,
             {**HF, "mlp_only_layers": []},
-            rollout={"url": server.url, "max_attempts": 1, "timeout_s": 5.0},
+            rollout={"url": server.url, "max_attempts": max_attempts, "timeout_s": 5.0},
             pipeline={"mode": "async", "partial": "interrupt"},
             sampling_mask={"mode": "off"},
             replay={"mode": "R3", "missing": missing},
@@ -116,8 +122,9 @@ class SwappingServer(InterruptedServer):
         return self.answers[(place + 1) % 4]
 
 
-def test_answers_that_were_swapped_are_rejected(tmp_path: Path) -> None:
-    """The reward would be of another prompt than the tokens."""
+@pytest.mark.parametrize(("questions", "reason"), [(range(4), "other_prompt"), ([0] * 4, "other_request")])
+def test_answers_that_were_swapped_are_rejected(questions: Sequence[int], reason: str, tmp_path: Path) -> None:
+    """The reward would be of another prompt than the tokens, or one answer be several samples of a prompt."""
     server = SwappingServer()
 
     async def run() -> list[object]:
@@ -132,7 +139,7 @@ def test_answers_that_were_swapped_are_rejected(tmp_path: Path) -> None:
         engine = ServerEngine(settings, "k")
         try:
             engine._fleet.servers[0].version = engine._fleet._version = 0
-            prompts = [Prompt(f"p{token}", (1, token, 2)) for token in range(4)]
+            prompts = [Prompt(f"p{token}", (1, token, 2)) for token in questions]
             params = SamplingParams(max_new_tokens=2)
             asks = [engine.generate(prompt, params, sample_id=0, group_id=0) for prompt in prompts]
             return await asyncio.gather(*asks, return_exceptions=True)
@@ -141,7 +148,28 @@ def test_answers_that_were_swapped_are_rejected(tmp_path: Path) -> None:
             await server.stop()
 
     results = asyncio.run(run())
-    assert [result.reason for result in results if isinstance(result, RecordRejected)] == ["other_prompt"] * 4
+    assert [result.reason for result in results if isinstance(result, RecordRejected)] == [reason] * 4
+
+
+class FailingServer(InterruptedServer):
+    """Fails on each request but the last of three."""
+
+    def __init__(self) -> None:
+        super().__init__([2], [0])
+        self.ids: list[str] = []
+
+    async def generate(self, request: web.Request) -> web.Response:
+        self.ids.append((await request.json())["rid"])
+        return await super().generate(request) if len(self.ids) == 3 else web.Response(status=500)
+
+
+def test_each_attempt_has_an_id_of_its_own(tmp_path: Path) -> None:
+    """SGLang refuses one that it still works on."""
+    server = FailingServer()
+    record, _ = sample(server, tmp_path, max_attempts=3)
+    assert record.num_sampled == 2
+    begins, places = zip(*(name.split("-") for name in server.ids), strict=True)
+    assert (len(set(begins)), places) == (1, ("0", "1", "2"))
 
 
 def test_each_piece_is_asked_for_from_the_row_that_no_piece_had(tmp_path: Path) -> None:
