@@ -34,6 +34,10 @@ from tests.unit.records import make_record
 Ages = st.lists(st.integers(0, 6), min_size=1, max_size=12)
 
 
+def test_of_old_items_alone_the_youngest_does_not_vanish() -> None:
+    np.testing.assert_allclose(freshness(np.array([2000.0, 2001.0]), 1.0), [1.0, math.exp(-1.0)])
+
+
 def test_chances_by_hand() -> None:
     """Of ages 0, 1, 1 with tau = 1 / ln 2: priorities 1, 1/2, 1/2. Of two drawn the youngest is certain."""
     priorities = freshness(np.array([0.0, 1.0, 1.0]), 1 / math.log(2))
