@@ -188,8 +188,8 @@ def routes_of_siblings(records: Records, rng: np.random.Generator) -> Records:
 LIES: Mapping[str, tuple[Lie, str]] = MappingProxyType(
     {
         "clean": (clean, "nothing"),
-        "masks lack kept ids": (lacking_ids, "stopped"),
-        "masks of the sampled token alone": (sampled_alone, "stopped"),
+        "masks lack kept ids": (lacking_ids, "rejected"),
+        "masks of the sampled token alone": (sampled_alone, "rejected"),
         "masks with foreign ids": (foreign_ids, "stopped"),
         "a kept mass of 18": (claimed_mass, "rejected"),
         "log-probs of another temperature": (other_temperature, "told"),

@@ -37,6 +37,17 @@ def test_dual_clip_bounds_the_loss_of_tokens_that_became_likelier(
     assert current.grad.item() == pytest.approx(gradient)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gradient"), [(0.5, 1, -2), (0.1, 1, -3), (1.5, 1, 0), (2, -1, 2), (5, -1, 3), (0.5, -1, 0)]
+)
+def test_aspo_turns_positive_ratios_round_and_bounds_both_weights(
+    ratio: float, advantage: float, gradient: float
+) -> None:
+    inputs, current = one_token(math.log(ratio), advantage)
+    losses.get("aspo")(inputs, dual_clip=3.0).values.sum().backward()
+    assert current.grad.item() == pytest.approx(gradient)
+
+
 def test_ppo_metrics_count_clipped_tokens(fx: WorkedExample) -> None:
     inputs = LossInputs.uncorrected(fx.ratios, fx.current, fx.advantages)
     got = finalize(losses.get("ppo_clip")(inputs).metrics)
