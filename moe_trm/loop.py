@@ -86,6 +86,7 @@ def train(
     resumable: dict[str, RunPart] = {
         "objective": RunPart(partial(objective.state, learner), partial(objective.restore, learner=learner)),
         "judge": RunPart(judge.state, judge.restore),
+        "probe": RunPart(probe.state, probe.restore),
         "reference": RunPart(reference.state, reference.restore),
         "best": RunPart(best.state, best.restore),
         "guard": RunPart(guard.state, guard.restore),
@@ -111,7 +112,7 @@ def train(
         probed: dict[str, float] = {}
         replayed, leaving = ReplayReport(), False
         with phases.time("step"), rescued(checkpoints, step, learner):
-            for batch in arrivals.of(step, learner.moe_layer_ids, whole=probe.due(step)):
+            for batch in arrivals.of(step, learner.moe_layer_ids, whole=probe.measures(step)):
                 arrived.append(batch)
                 if not batch.mini_batches:
                     continue
@@ -125,8 +126,8 @@ def train(
                     minibatches = advantages.add_advantages(learner, minibatches, batch.compared, penalties)
                     minibatches = reference.subtract_kl_from_advantages(minibatches)
                 with phases.time("probe"):
-                    replayed += learner.replay_report() if probe.due(step) else ReplayReport()
-                    probed |= probe.run(step, learner, minibatches)
+                    replayed += learner.replay_report() if probe.measures(step) else ReplayReport()
+                    probed |= probe.run(step, learner, minibatches, batch.bank)
                 lr_scale, guarded = guard.scale(
                     learner, minibatches, batch.metrics.get("response/length_mean", math.nan)
                 )

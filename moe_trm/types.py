@@ -300,7 +300,8 @@ class TrainBatch:
     """One rank's share of one training step: the minibatches, and what is known of the whole step.
 
     `versions`: the weight versions that sampled anything in the whole step, ascending. `compared`: the samples of all
-    ranks whose rewards are compared with each other, for each part of the step in which they arrived.
+    ranks whose rewards are compared with each other, for each part of the step in which they arrived. `bank`: this
+    rank's share of the fixed texts of a probe, as the engine scored them (`probe.bank`).
     """
 
     step: int
@@ -308,6 +309,7 @@ class TrainBatch:
     metrics: Mapping[str, float]
     versions: tuple[int, ...] = ()
     compared: tuple[tuple[RewardedSample, ...], ...] = ()
+    bank: tuple[RolloutRecord, ...] = ()
 
 
 @dataclass(frozen=True)

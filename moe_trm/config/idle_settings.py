@@ -51,6 +51,12 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
         ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
         ("probe", "tokens", config.probe.tokens > 0 and config.probe.every == 0, "probe.every=0 probes nothing"),
+        (
+            "probe",
+            "bank",
+            config.probe.bank > 0 and not (config.probe.every and traits.scores_tokens),
+            f"probe.every=0 probes nothing, and {engine} may score no given tokens",
+        ),
         ("probe", "thorough_every", config.probe.every == 0, "probe.every=0 probes nothing"),
         ("sampling_mask", "violation", not config.keeps_masks, "sampling_mask.mode=off records no masks"),
         ("task", "max_digits", task.reads_prompts, f"task.name={task.name} reads its prompts from a file"),

@@ -118,6 +118,7 @@ class BatchTable(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]
     compared: tuple[tuple[RewardedSample, ...], ...]
     rows: RowTable
+    bank: RecordTable
 
 
 def table_of(batch: TrainBatch) -> BatchTable:
@@ -132,7 +133,9 @@ def table_of(batch: TrainBatch) -> BatchTable:
         rows,
         record=_record_table(_field("record", rows)),
     )
-    return BatchTable(batch.step, minis, batch.metrics, batch.versions, batch.compared, table)
+    return BatchTable(
+        batch.step, minis, batch.metrics, batch.versions, batch.compared, table, _record_table(batch.bank)
+    )
 
 
 def batch_of(table: BatchTable) -> TrainBatch:
@@ -141,7 +144,7 @@ def batch_of(table: BatchTable) -> TrainBatch:
     Raises `ControllerError` for columns that do not fit each other.
     """
     try:
-        rows = _rows(table.rows)
+        rows, bank = _rows(table.rows), _rows(table.bank)
         if sum(sum(mini.micro_batches) for mini in table.mini_batches) != len(rows):
             raise ValueError(f"micro-batches do not have {len(rows)} rows")
         remaining = iter(rows)
@@ -155,7 +158,7 @@ def batch_of(table: BatchTable) -> TrainBatch:
         )
     except (ValueError, TypeError) as error:
         raise ControllerError("malformed message", got=str(error), expected="columns of equal length") from error
-    return TrainBatch(table.step, minis, table.metrics, table.versions, table.compared)
+    return TrainBatch(table.step, minis, table.metrics, table.versions, table.compared, tuple(bank))
 
 
 def _record_table(records: Sequence[RolloutRecord]) -> RecordTable:

@@ -26,6 +26,7 @@ from moe_trm.rollout.store.ledger import Ledger
 from moe_trm.rollout.store.metrics import age_metrics
 from moe_trm.rollout.store.reuse import ReuseBuffer
 from moe_trm.rollout.store.store import GroupStore
+from moe_trm.rollout.text_bank import TextBank
 from moe_trm.rollout.weight_loader import WeightLoader
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
@@ -79,6 +80,7 @@ class RolloutController:
         self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
         self._planner = StepPlanner(config)
         self._recorder = StepRecorder(config.record.bundle, rollout.group_size)
+        self._bank = TextBank(config.probe, engine, config.seed)
         self._weights = WeightLoader(engine, self._admit, overlaps=self.overlaps)
         self._arrived = StepParts({}, ())
 
@@ -95,6 +97,10 @@ class RolloutController:
     def proves_tensors(self) -> bool:
         """False where a push can be proved by use alone, and every one needs texts."""
         return not self._engine.metrics().get("weights/unpredicted")
+
+    def uses_bank(self, step: int) -> bool:
+        """True on steps with fixed texts that the engine scores."""
+        return self._config.probe.uses_bank(step)
 
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
@@ -127,9 +133,10 @@ class RolloutController:
         self._reuse.keep(groups)
         plan = self._planner.plan(step, samples, arrived.again[part :: self._planner.parts], data_size)
         arrived.add(plan.records, plan.minibatches)
+        bank = await self._bank.scored(step, version, arrived.samples) if last else ()
         if last and self._config.rollout.colocate:
             await self._engine.release_memory()
-        return plan.shares(self._metrics(version, arrived) if last else {})
+        return plan.shares(self._metrics(version, arrived) if last else {}, bank)
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each rollout server now; none where the engine asks no servers."""
@@ -150,13 +157,15 @@ class RolloutController:
         ledger = self._ledger.settled()
         # A live engine does not give the same samples again: what may be used again is given up, too.
         reuse = [] if self._engine.traits.samples_live else self._reuse.state()
-        return {"producer": self._producer.state(), "ledger": ledger, "reuse": reuse}
+        return {"producer": self._producer.state(), "ledger": ledger, "reuse": reuse, "bank": self._bank.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue after `state`, before the first push."""
         self._producer.restore(**state["producer"])
         self._ledger.restore(state["ledger"])
-        self._reuse.restore(state.get("reuse", []))  # older checkpoints have none
+        # Older checkpoints have neither.
+        self._reuse.restore(state.get("reuse", []))
+        self._bank.restore(state.get("bank", []))
 
     async def close(self) -> None:
         """Give up what is in flight and release engine and task."""
@@ -212,6 +221,7 @@ class RolloutController:
             **({"records/dropped/age": 0.0} if self.overlaps else {}),
             **self._ledger.metrics(),
             **self._reuse.metrics(),
+            **self._bank.metrics(),
             **self._planner.balance(arrived.plan),
             **age_metrics(arrived.trained, version, arrived.queue_ages, self._config.pipeline.staleness_limit),
         }

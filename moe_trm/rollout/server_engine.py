@@ -14,9 +14,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.schema import Config
-from moe_trm.errors import RecordRejected, SyncError
+from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.servers.backend import Delivery, Digests, Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
@@ -33,6 +35,7 @@ from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import ScoredText, Share, WeightPush
 from moe_trm.sync.tensors import num_bytes
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
+from routing import RouteRecord
 
 KEPT_PUSH_BYTES = 1 << 30
 """Largest push for which the servers keep samples while they load it: the load counts to `rollout.timeout_s`."""
@@ -233,6 +236,20 @@ class ServerEngine:
         self._shares = version, shares
         self._use.begin(shares[0].texts)
         await self._fleet.update(version)
+
+    async def prefilled(self, token_ids: Sequence[int], version: int) -> tuple[np.ndarray, RouteRecord]:
+        """See `PrefillEngine`."""
+        refused = EngineError("no rollout server has these weights", got=self._fleet.states(), expected=version)
+        server = self._fleet.serving(version)
+        if server is None:
+            raise refused
+        logprobs = await self._backend.prefilled(server.http, token_ids)
+        # One more token is sampled after all but the last: its routes are those of the text.
+        params = _seeded(SamplingParams(max_new_tokens=1), self._seeds.of_sample(-1))
+        answer = await self.turn(token_ids[:-1], params)
+        if answer.routes is None or server.version != version or (answer.versions != version).any():
+            raise refused
+        return logprobs, answer.routes
 
     async def release_memory(self) -> None:
         """See `Fleet.lend_memory`. Each server takes its memory back before the next load."""

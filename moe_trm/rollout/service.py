@@ -239,6 +239,9 @@ class ControllerService:
             answer.cancel()
 
     async def _batch(self, request: Request) -> ControllerReply:
+        if self._controller.uses_bank(request.step):
+            # The fixed texts are scored with the weights of this step.
+            await self._settled()
         planned = asyncio.ensure_future(
             self._once(
                 f"batch {request.part}",

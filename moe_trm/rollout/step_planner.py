@@ -32,12 +32,12 @@ class StepPlan:
     minibatches: list[list[MiniBatch]]
     compared: tuple[tuple[RewardedSample, ...], ...]
 
-    def shares(self, metrics: Mapping[str, float]) -> list[TrainBatch]:
-        """The share of every rank, each with these metrics."""
-        versions = versions_of(self.records)
+    def shares(self, metrics: Mapping[str, float], bank: tuple[RolloutRecord, ...] = ()) -> list[TrainBatch]:
+        """The share of every rank, each with these metrics; the fixed texts are dealt in turn."""
+        versions, ranks = versions_of(self.records), len(self.minibatches)
         return [
-            TrainBatch(self.step, tuple(rank_minibatches), metrics, versions, self.compared)
-            for rank_minibatches in self.minibatches
+            TrainBatch(self.step, tuple(rank_minibatches), metrics, versions, self.compared, bank[rank::ranks])
+            for rank, rank_minibatches in enumerate(self.minibatches)
         ]
 
 

@@ -58,4 +58,4 @@ def joined(parts: Sequence[TrainBatch]) -> TrainBatch:
     minis = tuple(mini for part in parts for mini in part.mini_batches)
     versions = tuple(sorted({version for part in parts for version in part.versions}))
     compared = tuple(samples for part in parts for samples in part.compared)
-    return TrainBatch(parts[-1].step, minis, parts[-1].metrics, versions, compared)
+    return TrainBatch(parts[-1].step, minis, parts[-1].metrics, versions, compared, parts[-1].bank)

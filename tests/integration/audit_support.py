@@ -63,9 +63,9 @@ class Engine:
         return Scored(logprobs, experts.numpy())
 
 
-def sample(engine: Engine, *, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+def sample(engine: Engine, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 1) -> Tensor:
     """`[B, T]` ids."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(4, 120, (PROMPTS, P), generator=generator).repeat_interleave(GROUP, dim=0)
     ids = prompts
     for _ in range(S):

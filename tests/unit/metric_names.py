@@ -147,6 +147,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         "reward/{name}": [f"{each}reward/{WORD}" for each in sets],
         "reward/{name}/mean": [f"reward/{WORD}/mean"],
         "rollout/age_share/{age}": [f"rollout/age_share/{NUMBER}"],
+        "routing/close/layer_{layer}": [f"routing/close/layer_{NUMBER}"],
         "routing/flips/engine/margin_{least}_{most}": [f"routing/flips/engine/margin_{a}_{b}" for a, b in margins],
         "routing/flips/engine/position_{low}_{high or 'up'}": [
             f"routing/flips/engine/position_{low}_{high}" for low, high in zip(lows, (*POSITIONS, "up"), strict=True)

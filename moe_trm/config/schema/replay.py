@@ -61,5 +61,13 @@ class ProbeConfig(Section):
     """Probes from one that makes further passes to the next, the first included: with rounded weights
     (`probe/cast_k3_kl` and its like), and of the first minibatch before its update
     (`update/first_nonzero_fraction`). 1: every probe makes them."""
+    bank: Count = 0
+    """Fixed texts that both engines score at probe steps and at the first step, so that a mismatch that rises with
+    other weights (`bank/native_k3_kl` rises too) differs from one that rises with other texts. They are rows of the
+    first step, one of each prompt as far as possible. 0: none."""
     save: bool = False
     """Keep the per-token probe arrays under `runs/NAME/probe/` for pooled statistics."""
+
+    def uses_bank(self, step: int) -> bool:
+        """True on steps that score the fixed texts."""
+        return bool(self.bank and self.every) and (step == 1 or step % self.every == 0)

@@ -14,7 +14,7 @@ from moe_trm.observe.report.conclusion import configurations, differences, sente
 from moe_trm.observe.report.html import number, section, table, text
 from moe_trm.observe.report.scale import short
 from moe_trm.observe.report.summary import ProofCheck, Saying, State, checks, sayings
-from moe_trm.run_folder.growth import grows_because
+from moe_trm.run_folder.growth import fixed_texts_say, grows_because
 from moe_trm.run_folder.run import Run
 from moe_trm.run_folder.run_end import outcome
 
@@ -73,7 +73,7 @@ def verdict_now(run: Run, *, many: bool) -> str:
     latest = entries[-1]
     run_label = f"{escape(run.name)}: " if many else ""
     advice = f"<p>Try <code>{escape(latest.setting)}</code></p>" if latest.setting else ""
-    growth = grows_because(run.folder)
+    growth = grows_because(run.folder) or fixed_texts_say(run)
     advice += f"<p>{escape(growth)}</p>" if growth else ""
     return (
         f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{run_label}{HEADS[latest.state]}</h2>'

@@ -203,6 +203,13 @@ class ServerBackend(AnswerFormat):
         """
         return None
 
+    async def flush(self, http: EngineHttp) -> bool:
+        """Empty the prefix cache of a server that generates nothing; False where the engine has no such request.
+
+        Raises `EngineError`.
+        """
+        return False
+
     async def prefilled(self, http: EngineHttp, token_ids: Sequence[int]) -> Array:
         """`[T - 1]` log-probs of the tokens after the first at temperature 1, nats, by one prefill of all tokens.
 

@@ -190,6 +190,15 @@ class Fleet:
             await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
         await self._ready()
 
+    def serving(self, version: int) -> RemoteServer | None:
+        """The least busy server that was proved to serve the weights of `version` and takes requests now."""
+        able = [
+            server
+            for server in self.servers
+            if server.version == version and not (server.fenced or server.updating or server.is_released)
+        ]
+        return min(able, key=lambda server: server.in_flight, default=None)
+
     async def lend_memory(self) -> None:
         """Lend the memory of every server to the learner, until the next `update`. Raises `EngineError`."""
         await asyncio.gather(*(server.lend(partial(self._fence, server)) for server in self.servers))

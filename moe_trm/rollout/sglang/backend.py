@@ -87,6 +87,11 @@ class SglangBackend(SglangAnswers, ServerBackend):
         await http.post("/pause_generation", {"mode": "retract"})
         await http.request("POST", "/release_memory_occupation", {"tags": [*tags]}, attempts=1)
 
+    async def flush(self, http: EngineHttp) -> bool:
+        """`/flush_cache`, which a server refuses while anything runs."""
+        await http.request("POST", "/flush_cache", {})
+        return True
+
     async def resume_memory(self, http: EngineHttp, tag: str) -> None:
         """`/resume_memory_occupation`."""
         await http.request("POST", "/resume_memory_occupation", {"tags": [tag]}, attempts=1)

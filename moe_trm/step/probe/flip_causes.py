@@ -69,7 +69,7 @@ def flip_causes(
     engine_M, counted_M = torch.zeros(len(MARGINS) + 1).double(), torch.zeros(len(MARGINS) + 1).double()
     stale_tokens = 0
     for index, (batch, scores) in enumerate(zip(batches, native, strict=True)):
-        engine_BRL, margin_BRL = flipped[index], _margins(scores, batch, local_layers)
+        engine_BRL, margin_BRL = flipped[index], margins_of(scores, batch, local_layers)
         mask = batch.mask.cpu()
         if older:
             now_BRLK = _chosen(scores, batch, local_layers)
@@ -83,7 +83,7 @@ def flip_causes(
                     sampled_BR[..., None], flips_of(passes[index], batch, local_layers), engine_BRL
                 )
                 margin_BRL = torch.where(
-                    sampled_BR[..., None], _margins(passes[index], batch, local_layers), margin_BRL
+                    sampled_BR[..., None], margins_of(passes[index], batch, local_layers), margin_BRL
                 )
                 stale_BR |= sampled_BR
             stale_L[places] += sets_differ(then_BRLK, now_BRLK)[stale_BR].sum(0)
@@ -127,7 +127,7 @@ def _chosen(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
     return torch.stack([scores.recorded.by_row(layer, *batch.mask.shape).cpu() for layer in layers], 2)
 
 
-def _margins(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
+def margins_of(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
     """`[B, R, L]` router margins on the CPU, NaN where there is none or another rank has it."""
     assert scores.recorded is not None
     margins = torch.full((*batch.mask.shape, len(layers)), float("nan"))

@@ -12,9 +12,9 @@ Shape letters: B rows, R forwarded tokens, L MoE layers, N scored tokens of this
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,10 +25,13 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import AnchoredMinibatch, anchor_source, judged_before
+from moe_trm.step.probe.bank import BankProbe
+from moe_trm.step.probe.close_margins import CloseMargins
 from moe_trm.step.probe.flip_causes import flip_causes, flips_of
 from moe_trm.step.probe.load_balance import load_balance
 from moe_trm.step.probe.rounding_shares import rounding_shares, roundings
 from moe_trm.step.probe.sample import ProbeChoice, ProbeRows, products, standard_errors
+from moe_trm.step.probe.tokens import ProbeTokens, compared, joined
 from moe_trm.types import RolloutRecord, TokenBatch, TrainBatch
 from routing.record.sources import Record, ReplayReport
 
@@ -60,27 +63,6 @@ SPREAD = MappingProxyType({top: bottom for top, bottom in FIGURES.values() if to
 """These ratios: top -> bottom."""
 
 
-@dataclass(frozen=True)
-class ProbeTokens:
-    """Scored tokens of one rank, all `[N]`.
-
-    Attributes:
-        group_id, sample_id: prompt the token answers, and the row that it is of (`RolloutRecord.row_id`); tokens of one
-            row are in order.
-        native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed
-            routes.
-        flipped_layers: MoE layers whose expert set differs between the two engines at the token's input row.
-        log_kept_mass: log of the learner's own probability of the kept support; 0 without a sampling mask.
-    """
-
-    group_id: Tensor
-    sample_id: Tensor
-    native: Tensor
-    replayed: Tensor
-    flipped_layers: Tensor
-    log_kept_mass: Tensor
-
-
 class Probe:
     """Probe that runs every `config.probe.every` steps.
 
@@ -92,11 +74,16 @@ class Probe:
         self._config, self._folder = config, run_dir / "probe"
         self._roundings = roundings(config.learner, config.rollout)
         self._mode, self._choice = mode, ProbeChoice(config, mode)
+        self._bank, self._close = BankProbe(self._choice), CloseMargins()
 
     def due(self, step: int) -> bool:
         """True on steps with a probe."""
         interval = self._config.probe.every
         return bool(interval) and step % interval == 0
+
+    def measures(self, step: int) -> bool:
+        """True on steps with a probe or with fixed texts."""
+        return self.due(step) or self._config.probe.uses_bank(step)
 
     def thorough(self, step: int) -> bool:
         """True on steps whose probe also makes the passes of `probe.thorough_every`."""
@@ -114,21 +101,40 @@ class Probe:
             self.due(batch.step) and self._mode == "R3" and self._choice.num_minibatches(minis) == len(minis)
         )
 
-    def run(self, step: int, learner: Learner, minibatches: Sequence[AnchoredMinibatch]) -> dict[str, float]:
-        """Probe metrics of this step, reduced over ranks; empty on steps without a probe.
+    def state(self) -> dict[str, Any]:
+        """What later probes compare with, as plain data."""
+        return {"bank": self._bank.state(), "close": self._close.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state`."""
+        self._bank.restore(state["bank"])
+        self._close.restore(state["close"])
+
+    def run(
+        self,
+        step: int,
+        learner: Learner,
+        minibatches: Sequence[AnchoredMinibatch],
+        bank: Sequence[RolloutRecord] = (),
+    ) -> dict[str, float]:
+        """Probe metrics of this step, reduced over ranks; empty on steps without a probe and without fixed texts.
+
+        `bank`: this rank's share of the texts (`TrainBatch.bank`).
 
         What the probe itself replays is proved here, and counted apart from what training replays. Raises
         `ReplayProofError`.
         """
-        if not self.due(step):
-            return {}
+        of_bank = self._bank.run(learner, bank) if self._config.probe.uses_bank(step) else {}
+        return of_bank | (self._run(step, learner, minibatches) if self.due(step) else {})
+
+    def _run(self, step: int, learner: Learner, minibatches: Sequence[AnchoredMinibatch]) -> dict[str, float]:
         rows = self._choice.rows(learner, minibatches, step)
         batches = rows.batches
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = self._by_rollout_routes(learner, rows)
         flips = [flips_of(scores, batch, learner.moe_layer_ids) for batch, scores in zip(batches, native, strict=True)]
-        tokens = _join(
-            [_compare(learner, *item) for item in zip(batches, rows.records, native, replayed, flips, strict=True)]
+        tokens = joined(
+            [compared(learner, *item) for item in zip(batches, rows.records, native, replayed, flips, strict=True)]
         )
         if self._config.probe.save and learner.is_data_leader:
             self._save(step, learner.data_rank, tokens)
@@ -143,6 +149,7 @@ class Probe:
             for version in _older(learner, minibatches[0], batches)
         }
         everything = [batch for part in minibatches for batch in part.batches]
+        summary |= self._close.run(learner, tokens.flips, tokens.margins)
         summary |= load_balance(learner, everything) | flip_causes(learner, batches, native, older, flips)
         return summary | _replayed(learner.replay_report())
 
@@ -176,33 +183,6 @@ def _older(learner: Learner, part: AnchoredMinibatch, batches: Sequence[TokenBat
         return []
     versions = torch.cat([batch.versions[batch.mask] for batch in batches])
     return sorted(set(learner.gather(torch.unique(versions).long()).tolist()) - {part.version})
-
-
-def _compare(
-    learner: Learner,
-    batch: TokenBatch,
-    records: Sequence[RolloutRecord],
-    native: Scores,
-    replayed: Scores,
-    flipped_BRL: Tensor,
-) -> ProbeTokens:
-    mask = batch.mask.cpu()
-    rows, _ = mask.nonzero(as_tuple=True)
-    ids = torch.tensor([*((record.group_id, record.row_id) for record in records), (0, 0)], dtype=torch.int64)
-    flips = learner.sum_over_stages(learner.sum_over_slices(flipped_BRL.sum(-1))).cpu().to(torch.int16)
-    mass = native.log_kept_mass
-    return ProbeTokens(
-        group_id=ids[rows, 0],
-        sample_id=ids[rows, 1],
-        native=(native.logprobs - batch.rollout_logprobs)[batch.mask].cpu(),
-        replayed=(replayed.logprobs - batch.rollout_logprobs)[batch.mask].cpu(),
-        flipped_layers=flips[mask],
-        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass[batch.mask].cpu(),
-    )
-
-
-def _join(parts: Sequence[ProbeTokens]) -> ProbeTokens:
-    return ProbeTokens(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 def summarize(learner: Learner, tokens: ProbeTokens, rows: ProbeRows) -> dict[str, float]:

@@ -120,7 +120,7 @@ class ProbeChoice:
             return _last(minibatches, len(minibatches))
         places = draw(tokens_N, number, (self._config.seed, step, STREAM))
         drawn_ids = set(ids_N[places].tolist())
-        packed = self._micro_batches(learner, [row for row in rows if row.record.row_id in drawn_ids])
+        packed = self.micro_batches(learner, [row for row in rows if row.record.row_id in drawn_ids])
         padded = [collate(micro, keep_mask=self._config.keeps_masks) for micro in packed]
         return ProbeRows(
             [on_device(batch, learner.device, stay=FED) for batch in padded],
@@ -131,8 +131,11 @@ class ProbeChoice:
             float(tokens_N[places].sum() / tokens_N.sum()),
         )
 
-    def _micro_batches(self, learner: Learner, rows: Sequence[TrainRow]) -> list[MicroBatch]:
-        """This rank's rows in micro-batches of the run's size. The last ones may be empty: every rank has as many."""
+    def micro_batches(self, learner: Learner, rows: Sequence[TrainRow]) -> list[MicroBatch]:
+        """This rank's rows in micro-batches of the run's size. Collective.
+
+        The last ones may be empty: every rank has as many.
+        """
         settings = self._config.learner
         local = on_one_rank(
             rows,

@@ -19,6 +19,7 @@ from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import ScoresReader
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.tools.audit.dump import Array, AuditDump, AuditRow, gather
+from moe_trm.tools.audit.nemo_rl import is_nemo_rl, read_nemo_rl
 from moe_trm.tools.audit.plain import read_plain
 from moe_trm.tools.whatif.foreign import SUFFIXES, open_dump
 from moe_trm.types import RolloutRecord
@@ -58,6 +59,8 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 def _read(path: Path) -> tuple[str, list[Part]]:
     if path.is_dir():
         return "moe-trm", list(_bundle(path))
+    if path.suffix == ".jsonl" and is_nemo_rl(path):
+        return "nemo-rl", list(read_nemo_rl(path))
     if path.suffix in (".jsonl", ".safetensors"):
         return "plain", list(read_plain(path))
     data = open_dump(path)

@@ -18,6 +18,7 @@ import numpy as np
 from moe_trm.step.probe.pooled import Interval, PooledTokens, k3, pooled
 from moe_trm.tools.audit.audit_answer import AuditAnswer
 from moe_trm.tools.audit.dump import Array
+from moe_trm.tools.audit.misplaced import misplaced
 from moe_trm.tools.audit.power import row_power
 from moe_trm.tools.audit.reference import PolicyScores, RowScores
 from moe_trm.tools.audit.route_causes import overlap
@@ -66,6 +67,17 @@ class EngineRow:
     number: int
     measurements: Measurements
     routed: bool
+
+    @property
+    def values(self) -> Array:
+        """`[S]` log-probs of the engine."""
+        return self.measurements.rollout
+
+    @property
+    def model(self) -> Array:
+        """`[S]` log-probs of the model, over the same ids."""
+        model: Array = self.measurements.rollout + self.measurements.replayed
+        return model
 
 
 def engine_rows(
@@ -231,16 +243,20 @@ def engine_answers(
         if finding.cause == "precision" and not all(row.routed for row in part):
             sentence = UNROUTED.format(k3=finding.figures["replayed_k3"], typical=_size(part))
         status = HARMLESS.get(finding.cause, "fail")
+        name = NAMES.get(finding.cause, finding.cause)
         if finding.cause == "weights":
-            sentence += by_version(scores, part)
+            moved = misplaced([row.values for row in part], [row.model for row in part])
+            name, sentence = (name, sentence + by_version(scores, part)) if moved is None else (
+                moved.cause, moved.sentence
+            )  # fmt: skip
         named = status != "ok"
         answers.append(
             AuditAnswer(
                 question,
-                NAMES.get(finding.cause, finding.cause) if named else "none",
+                name if named else "none",
                 status,
                 sentence + support,
-                fix(finding.cause) if named else "",
+                fix(name) if named else "",
                 sum(len(row.measurements) for row in part) if named else 0,
                 judged,
                 tuple(scores[row.number].row.name for row in part) if named else (),

@@ -5,6 +5,7 @@ Shape letters: T tokens of a row, S sampled tokens, L MoE layers, K experts per 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,17 @@ class ReferenceModel:
             hidden_TH, _ = self._forward(ids, ReplayRecords((record,)))
             replayed = self._scores(hidden_TH, row, temperature, top_p)
         return RowScores(row, live, recorded, native, replayed)
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> Array:
+        """`[T - 1]` float64 log-probs of the tokens after the first at temperature 1, with the model's own routes.
+
+        Raises `RecordRejected` for ids outside the vocabulary.
+        """
+        row = AuditRow("text", np.array(token_ids, np.int64), np.arange(len(token_ids)) > 0)
+        self._check(row)
+        hidden_TH, _ = self._forward(torch.from_numpy(row.tokens)[None], Record())
+        return self._scores(hidden_TH, row, 1.0, None).full
 
     def _check(self, row: AuditRow) -> None:
         largest = max([int(row.tokens.max()), *([] if row.mask is None else row.mask.ids[:].tolist())])

@@ -37,6 +37,9 @@ ANYWHERE = {
     "request": f"{ROUTES}; sorting, packing or filtering has moved one of the two",
     "older weights": f"{ROUTES}; answers that go on over a weight update keep routes of the weights before",
     "unrelated": ROUTES,
+    "shifted log-probs": "look for an index error: log-probs at row t are those of token t+1",
+    "log-probs of another row": "look where log-probs are joined to their samples: sorting, packing or filtering has "
+    "moved one of the two",
     "temperature": "score with the temperature that sampled, on both sides",
     "another support": "renormalise both sides over the kept ids, or neither",
     "mask": "do not train with these masks: look for the fault where they are joined to their tokens",

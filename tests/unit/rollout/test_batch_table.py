@@ -67,7 +67,7 @@ def batch() -> TrainBatch:
     first, *others = rows()
     micro = MicroBatch(()), MicroBatch((first,)), MicroBatch(tuple(others))
     minis = MiniBatch(micro[1:], 3, 60), MiniBatch((micro[0],), 0, 0), MiniBatch((micro[1],), 1, 2)
-    return TrainBatch(7, minis, {"reward/mean": 0.25}, (5, 6), ((RewardedSample(4, 1, 2, 0.5),), ()))
+    return TrainBatch(7, minis, {"reward/mean": 0.25}, (5, 6), ((RewardedSample(4, 1, 2, 0.5),), ()), (record(5),))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -14,8 +14,9 @@ import torch
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.probe.flip_causes import flip_causes, flips_of
 from moe_trm.step.probe.load_balance import load_balance
-from moe_trm.step.probe.run import _compare, summarize
+from moe_trm.step.probe.run import summarize
 from moe_trm.step.probe.sample import ProbeRows
+from moe_trm.step.probe.tokens import compared
 from moe_trm.types import TokenBatch
 from routing import RouteRecord
 from routing.record.sources import Recorded
@@ -122,7 +123,7 @@ def test_the_kept_mass_of_a_token_is_one_without_a_sampling_mask(mask_known: boo
     native = replace(scores(NOW), log_kept_mass=torch.tensor([[0.0, -0.1, -0.2, -0.3]]) if mask_known else None)
     records = [make_record(num_prompt=2, num_sampled=3)]
     flipped = flips_of(native, batch(), OneRank.moe_layer_ids)
-    tokens = _compare(OneRank(), batch(), records, native, scores(ROLLOUT), flipped)
+    tokens = compared(OneRank(), batch(), records, native, scores(ROLLOUT), flipped)
     summary = summarize(OneRank(), tokens, ProbeRows([batch()], [records], (), 1, 1, 1.0))
     expected = [math.exp(-0.1 * n) if mask_known else 1.0 for n in (1, 2, 3)]
     assert summary["probe/kept_mass_mean"] == pytest.approx(np.mean(expected))

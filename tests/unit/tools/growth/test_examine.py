@@ -10,7 +10,8 @@ import pytest
 
 from moe_trm.cli import main
 from moe_trm.errors import ConfigError, RunError
-from moe_trm.run_folder.growth import GROWTH_FILE, grows_because
+from moe_trm.run_folder.growth import GROWTH_FILE, fixed_texts_say, grows_because
+from moe_trm.run_folder.run import Run
 from moe_trm.tools.growth.examine import examine_growth
 from tests.unit.observe.report.made_run import make_run
 from tests.unit.tools.growth.test_split import grown, sharper
@@ -47,6 +48,17 @@ def test_the_report_says_why_the_mismatch_grew_where_that_was_shown(tmp_path: Pa
     for plant, shown in ((sharper, True), (None, False)):
         (run / GROWTH_FILE).write_text(json.dumps(asdict(grown(plant))))
         assert ("From checkpoint 10 to 20 the k3 grows because of other weights" in page()) == shown
+
+
+@pytest.mark.parametrize(
+    ("rise", "error", "shown"),
+    [(3e-4, 5e-5, True), (3e-4, 1e-4, False), (3e-5, 1e-6, False), (-3e-4, 1e-5, False), (None, 1e-5, False)],
+)
+def test_fixed_texts_name_other_weights_only_with_evidence(rise: float | None, error: float, shown: bool) -> None:
+    row = {"step": 20, "bank/native_k3_kl": 4e-4, "bank/native_k3_rise": rise, "bank/native_k3_rise_se": error}
+    sentence = fixed_texts_say(Run(Path("run"), {}, [{"step": 10}, row, {"step": 21}], ()))
+    assert ("Up to step 20 the k3 of fixed texts rose from 0.0001 to 0.0004 (6 standard errors)" in sentence) == shown
+    assert bool(sentence) == shown
 
 
 def test_a_damaged_result_is_told(tmp_path: Path) -> None:
