@@ -31,7 +31,7 @@ NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 # Every process would compile all that it imports again, because the packages are installed without bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 LEARNER_TESTS := tests/integration/test_learner_megatron.py tests/integration/test_learner_fused.py
-GPU_ENV_TESTS := tests/integration/test_learner_conformance.py tests/integration/test_every_module.py tests/integration/test_torchrun.py tests/unit/sync
+GPU_ENV_TESTS := tests/integration/test_learner_conformance.py tests/integration/test_every_module.py tests/integration/test_torchrun.py tests/integration/test_rehearsal.py tests/unit/sync
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py packages/sglang_cpu/*/*/*.py)
 VLLM_WORKER := $(wildcard packages/vllm_worker/*.* packages/vllm_worker/*/*.py)
 START := runs/quickstart-start/warmup.json

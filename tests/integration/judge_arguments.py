@@ -13,7 +13,8 @@ import os
 import sys
 import traceback
 
-import sglang.srt.server_args  # noqa: F401 (the forks have it)
+with contextlib.suppress(ImportError):  # which each fork says again
+    import sglang.srt.server_args  # noqa: F401 (the forks have it)
 
 
 def judged(code: str, arguments: list[str]) -> tuple[int, str, str]:

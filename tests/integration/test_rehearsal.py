@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron-Core's import
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CLUSTER = [path for path in CONFIGS if load(path).rollout.server.tensor_parallel > 1]
+WITHOUT_DRIVER = "not judged: the kernels of sglang that are installed here load only where libcuda.so.1 of a driver is"
 NEEDS_SGLANG = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 
 
@@ -77,6 +78,13 @@ def doctor(path: Path, folder: Path, *overrides: str) -> tuple[int, dict[str, tu
     return code, {check["name"]: (check["status"], check["says"]) for check in checks}
 
 
+def skip_unjudged(checks: dict[str, tuple[str, str]]) -> None:
+    """Skip this test where nothing judges the arguments of a server: in the GPU environment without a driver."""
+    status, reason = checks["server's arguments"]
+    if status == "skip" and WITHOUT_DRIVER in reason:
+        pytest.skip(reason)
+
+
 @NEEDS_SGLANG
 @pytest.mark.usefixtures("judged")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -86,7 +94,10 @@ def test_every_shipped_configuration_passes(path: Path, tmp_path: Path) -> None:
     # A checkpoint that somebody put there would be judged in its place.
     code, checks = doctor(path, tmp_path, f"model.checkpoint=absent/{Path(config.model.checkpoint).name}")
     assert code == 0, {name: says for name, (status, says) in checks.items() if status == "fail"}
-    if path in CLUSTER:
+    if path in CLUSTER and checks["server's arguments"][0] == "skip":
+        assert WITHOUT_DRIVER in checks["server's arguments"][1]
+        assert checks["proof of pushes"] == ("skip", "not judged: the settings of the server are not known")
+    elif path in CLUSTER:
         assert checks["server's arguments"] == ("ok", "sglang accepts them, for cuda")
         assert checks["proof of pushes"][0] == "ok"
         assert "predicted, for each of 8 ranks" in checks["proof of pushes"][1]
@@ -99,6 +110,7 @@ def test_every_shipped_configuration_passes(path: Path, tmp_path: Path) -> None:
 def test_what_megatron_the_engine_or_the_proof_refuses_is_a_failed_check(tmp_path: Path) -> None:
     wrong = "rollout.server.extra_args=[--tokenizer-mode, telepathy]"
     code, checks = doctor(ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml", tmp_path, wrong)
+    skip_unjudged(checks)
     assert code == 1
     assert checks["server's arguments"][0] == "fail"
     assert "telepathy" in checks["server's arguments"][1]
@@ -110,6 +122,7 @@ def test_a_server_whose_checksums_are_unknown_is_proved_by_use_or_refused(tmp_pa
     kernels = "rollout.server.extra_args=[--moe-runner-backend, flashinfer_trtllm]"
     path = ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml"
     _, checks = doctor(path, tmp_path, kernels)
+    skip_unjudged(checks)
     assert "every push is proved by use" in checks["proof of pushes"][1], checks
     assert "moe_runner_backend=flashinfer_trtllm" in checks["proof of pushes"][1]
     code, checks = doctor(path, tmp_path, kernels, "sync.prove_every=0")
@@ -122,6 +135,47 @@ def test_too_few_gpus_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr("launch.start.places.visible_gpus", lambda: ("0", "1", "2", "3"))
     assert main(["doctor", str(CLUSTER[0]), "--no-probe"]) == 1
     assert "FAIL   GPUs: too few GPUs on this machine" in capsys.readouterr().out
+
+
+NO_DRIVER = "libcuda.so.1: cannot open shared object file: No such file or directory"
+TRACEBACK = 'Traceback (most recent call last):\n  File "<string>", line 3, in <module>\n'
+
+
+@pytest.mark.parametrize(
+    ("stderr", "status"),
+    [
+        (f"{TRACEBACK}ImportError: no kernels\n- ImportError: {NO_DRIVER}\n", "skip"),
+        (f"{TRACEBACK}ImportError: cannot import name 'PreTrainedModel' from 'transformers'\n", "fail"),
+        (f"warning: ImportError: {NO_DRIVER}\n{TRACEBACK}ValueError: unknown tokenizer mode\n", "fail"),
+        (f"{TRACEBACK}ImportError: {NO_DRIVER}\n\n{TRACEBACK}SystemExit: 2\n", "fail"),
+    ],
+    ids=["no driver", "another import", "a warning about the driver", "a refusal behind it"],
+)
+def test_arguments_are_not_judged_where_kernels_find_no_driver(
+    stderr: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1, stdout="", stderr=stderr))
+    monkeypatch.setattr(rehearsal, "subprocess", ending)
+    code, checks = doctor(CLUSTER[0], tmp_path)
+    assert (code, checks["server's arguments"][0]) == (int(status == "fail"), status)
+    if status == "skip":
+        assert WITHOUT_DRIVER in checks["server's arguments"][1]
+        assert "-      server's arguments: not judged" in capsys.readouterr().out
+
+
+def test_packed_rows_that_this_machine_chose_are_not_promised_on_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepting = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout="{}"))
+    monkeypatch.setattr(rehearsal, "subprocess", accepting)
+    _, checks = doctor(ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml", tmp_path)
+    lines = checks["fast paths of Megatron-Core"][1].splitlines()
+    assert lines[-2:] == [
+        "packed rows on this machine: on",
+        "packed rows on CUDA: off, packs have been proved on CPUs only",
+    ]
+    _, checks = doctor(ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml", tmp_path, "batch.layout=packed")
+    assert checks["fast paths of Megatron-Core"][1].splitlines()[-1] == "packed rows: on"
 
 
 @pytest.mark.parametrize("layers", get_args(Layers))

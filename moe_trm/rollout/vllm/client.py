@@ -64,11 +64,12 @@ class VllmClient(ServerClient):
             "dtype": self._needs.dtype,
             "quantization": None,
             "logprobs_mode": "processed_logprobs",
+            "tensor_parallel": self._needs.tensor_parallel,
             **({"returns_routes": True} if fields.routes else {}),
         }
         for name, value in expected.items():
-            if served[name] != value:
-                raise _mismatch(http, name, served[name], value)
+            if served.get(name) != value:
+                raise _mismatch(http, name, served.get(name), value)
         await self._probe(http)
 
     async def _probe(self, http: EngineHttp) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -71,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if examination.advice:
         print("\nrecommended:\n" + "\n".join(f"  {line}" for line in examination.advice))
-    failed = sum(check.status == "fail" for check in examination.checks)
-    print(f"\n{len(examination.checks)} checks, {failed} failed, {time.perf_counter() - started:.0f} s", flush=True)
+    states = Counter(check.status for check in examination.checks)
+    counts = f"{len(examination.checks)} checks, {states['fail']} failed, {states['skip']} not judged"
+    print(f"\n{counts}, {time.perf_counter() - started:.0f} s", flush=True)
     if args.json:
         args.json.write_text(json.dumps(as_data(examination), indent=2) + "\n", encoding="utf-8")
     return 0 if examination.healthy else 1

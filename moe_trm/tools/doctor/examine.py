@@ -10,6 +10,7 @@ from launch.start.bisect import bisect
 from launch.start.checks import Check, Status, attempt
 from launch.start.dry_run import try_task
 from launch.start.preflight import check_launch, check_model_and_layout
+from moe_trm.config import load
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import (
     AgentConfig,
@@ -87,7 +88,8 @@ def examine(
         for check in rehearsal(Served.of(config), config.learner, config.sync, world_size, folder, absent=bool(absent)):
             add(check)
         if config.learner.backend == "megatron":
-            add(attempt(SWITCHES, lambda: fast_switches(config.learner, config.model.checkpoint, config.batch.layout)))
+            layouts = load(config_path, overrides).batch.layout, config.batch.layout
+            add(attempt(SWITCHES, lambda: fast_switches(config.learner, config.model.checkpoint, *layouts)))
         add(attempt(MEMORY, lambda: memory(needs(config, world_size, fused=without_gpu()))))
     if not probe or not examination.healthy:
         add(

@@ -21,10 +21,11 @@ import torch
 
 from launch.start.checks import Check, attempt
 from launch.start.places import check_gpus
+from moe_trm.config.choices import batch_layout
 from moe_trm.config.schema import LearnerConfig, RolloutConfig, SyncConfig
 from moe_trm.errors import ConfigError, EngineError
 from moe_trm.learner.megatron.layers import layers_here
-from moe_trm.learner.megatron.switches import switches
+from moe_trm.learner.megatron.switches import Switch, switches
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import FAMILIES
 from moe_trm.models.tiny.families import tiny_family
@@ -38,6 +39,8 @@ from moe_trm.tools.plan.needs import Needs
 
 ARGUMENTS_S = 900.0
 """Longest time for an engine to import its modules and to judge its arguments, on a loaded machine."""
+DRIVER = "libcuda.so.1"
+"""The library of NVIDIA's driver, which CUDA kernels load."""
 ARGUMENTS, GPUS, LAYOUT, MEMORY = "server's arguments", "GPUs", "layout in Megatron-Core", "memory on GPUs"
 PROOF, SWITCHES = "proof of pushes", "fast paths of Megatron-Core"
 STARTS = {"quickstart_start": "qwen3_moe", "gsm8k_tiny": "qwen3_moe", "hybrid_start": "qwen3_next"}
@@ -125,6 +128,9 @@ def _arguments(served: Served, folder: Path, settings: dict[str, Any]) -> Check 
         here = {"SGLANG_USE_CPU_ENGINE": "1"} if without_gpu() else {}
         environment = {**os.environ, **launch.environment, **here}
         done = subprocess.run(words, env=environment, check=False, capture_output=True, text=True, timeout=ARGUMENTS_S)
+    if done.returncode and without_gpu() and needs_driver(done.stderr):
+        needs = f"the kernels of {rollout.engine} that are installed here load only where {DRIVER} of a driver is"
+        return Check(ARGUMENTS, "skip", f"not judged: {needs}; the environment without a GPU judges them")
     if done.returncode:
         raise EngineError(
             "the engine refuses the arguments of its server",
@@ -137,6 +143,12 @@ def _arguments(served: Served, folder: Path, settings: dict[str, Any]) -> Check 
     return f"{rollout.engine} accepts them, for {rollout.server.device}"
 
 
+def needs_driver(stderr: str) -> bool:
+    """True where a program ended because CUDA kernels found no driver, by its last traceback."""
+    error = stderr.rpartition("Traceback (most recent call last)")[2]
+    return "ImportError: " in error and f"{DRIVER}: cannot open shared object file" in error
+
+
 def _proof(rollout: RolloutConfig, sync: SyncConfig, model: ServedModel, settings: Mapping[str, Any]) -> Check | str:
     """The proof that a push would get from a server with these `settings`."""
     if not rollout.traits.has_weights:
@@ -145,7 +157,7 @@ def _proof(rollout: RolloutConfig, sync: SyncConfig, model: ServedModel, setting
         return Check(PROOF, "warn", "pushes are not verified", "sync.verify=true")
     backend = backend_of(rollout.engine) if rollout.traits.has_servers else None
     if backend is not None and backend.argument_check and not settings:
-        return Check(PROOF, "skip", "the settings of the server are not known")
+        return Check(PROOF, "skip", "not judged: the settings of the server are not known")
     reasons = "" if backend is None else backend.unpredicted(settings, model)
     path = f"by sync.method={sync.method}"
     if not reasons:
@@ -191,10 +203,15 @@ def _layout(checkpoint: str, learner: LearnerConfig, num_ranks: int, *, exact: b
     return f"built by Megatron-Core {version}: {max(sizes) / 1e9:,.2f} billion parameters on a rank"
 
 
-def fast_switches(learner: LearnerConfig, checkpoint: str, batch_layout: str) -> str:
-    """A line for each switch: on, or why not."""
+def fast_switches(learner: LearnerConfig, checkpoint: str, configured: str, layout: str) -> str:
+    """A line for each switch: on, or why not. `configured`: `batch.layout`, for which this machine chose `layout`."""
     layers = layers_here(learner, read_hf_config(checkpoint))
-    return "\n".join(map(str, switches(layers, packed=batch_layout == "packed")))
+    states = switches(layers, packed=layout == "packed")
+    if configured == "auto" and without_gpu():
+        here = replace(states.pop(), name="packed rows on this machine")
+        on_cuda, why = batch_layout(learner, cuda=True, known_model=lambda: True, layout_so_far=lambda: None)
+        states += [here, Switch("packed rows on CUDA", (), "" if on_cuda == "packed" else why)]
+    return "\n".join(map(str, states))
 
 
 def without_gpu() -> bool:

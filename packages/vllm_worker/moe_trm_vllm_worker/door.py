@@ -127,7 +127,7 @@ def _served(engine: Any) -> dict[str, Any]:
         "logprobs_mode": str(model.logprobs_mode),
         "max_logprobs": model.max_logprobs,
         "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
-        "workers": config.parallel_config.world_size,
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
     }
 
 

@@ -165,3 +165,10 @@ def test_a_running_server_with_a_defect_is_refused_with_the_reason(
     assert "dtype" in attach(SOUND, tmp_path).what
     without = {"replay": {"mode": "none"}, "probe": {"every": 0}}
     assert "dtype" in attach(SOUND | {setting: value}, tmp_path, **without).what
+
+
+def test_a_running_server_of_another_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    for num_ranks in (2, 8):
+        error = attach(SOUND | {"dtype": "auto", "tp_size": num_ranks}, tmp_path)
+        assert "another number of ranks" in error.what
+        assert (error.got, error.expected) == (f"tp_size={num_ranks}", "rollout.server.tensor_parallel=1")

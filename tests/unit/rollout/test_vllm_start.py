@@ -143,6 +143,7 @@ SERVED = {
     "quantization": None,
     "returns_routes": True,
     "logprobs_mode": "processed_logprobs",
+    "tensor_parallel": 1,
     "version": "none",
 }
 
@@ -221,9 +222,12 @@ def test_another_server_than_the_configured_one_is_refused() -> None:
         "quantization": "fp8",
         "returns_routes": False,
         "logprobs_mode": "raw_logprobs",
+        "tensor_parallel": 2,
     }.items():
         with pytest.raises(EngineError, match="differs"):
             check(**{name: value})
+    with pytest.raises(EngineError, match="tensor_parallel differs"):
+        check(tensor_parallel=None)  # an older packages/vllm_worker does not name it
     stock = cast(EngineHttp, ScriptedHttp(HttpStatusError("no such path", got="404")))
     with pytest.raises(EngineError, match="packages/vllm_worker"):
         asyncio.run(client().check(stock))
