@@ -10,6 +10,7 @@ An array is `(index, dtype, shape)`, with its first byte in the frame of small a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -24,6 +25,10 @@ T = TypeVar("T")
 SMALL_BYTES = 1 << 12
 """Arrays below go into one frame."""
 _ALIGNMENT = 8
+_EXAMINING = threading.Lock()
+_EXAMINED = set[type]()
+"""Types that msgspec has taken apart. It keeps the parts with the type before they are complete: a second thread that
+decodes meanwhile reads them, and the process ends by a segmentation fault (0.22.0)."""
 _DTYPES = {name: np.dtype(name) for name in ("|b1", "|u1", "<u2", "<i2", "<i4", "<i8", "<f4", "<f8")}
 
 
@@ -77,6 +82,10 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
 
     if not frames:
         raise ControllerError("empty message", expected="a msgpack body")
+    if kind not in _EXAMINED:
+        with _EXAMINING:
+            msgspec.msgpack.Decoder(kind)
+            _EXAMINED.add(kind)
     try:
         return msgspec.msgpack.decode(frames[0], type=kind, dec_hook=hook)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

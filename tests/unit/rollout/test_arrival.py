@@ -11,7 +11,9 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineLost
+from moe_trm.rollout import teacher
 from moe_trm.rollout.servers import arrival as arrival_module
+from moe_trm.rollout.servers import remote
 from moe_trm.rollout.servers.arrival import Arrival
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.servers.remote import RemoteServer
@@ -29,7 +31,8 @@ PATIENCE_S = 600.0
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival_module, "POLL_S", 0.02)
-    monkeypatch.setattr(arrival_module, "ANSWER_S", 0.5)
+    for module in (remote, teacher):
+        monkeypatch.setattr(module, "ANSWER_S", 0.5)
 
 
 class Slow(LocalApp):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -110,3 +112,28 @@ def test_mutated_messages_are_refused_or_still_typed(data: st.DataObject) -> Non
 def test_an_empty_message_is_refused() -> None:
     with pytest.raises(ControllerError, match="empty message"):
         wire.decode([], TrainBatch)
+
+
+RACE = """
+import sys, threading
+from dataclasses import make_dataclass
+from moe_trm.runtime.wire import decode, encode
+
+sys.setswitchinterval(1e-6)
+for number in range(50):
+    part = make_dataclass(f"Part{number}", [(f"field{index}", "int | None") for index in range(30)])
+    globals()[part.__name__] = part
+    kind = make_dataclass("Message", [(f"field{index}", f"list[{part.__name__}] | None") for index in range(20)])
+    part.__module__ = kind.__module__ = __name__
+    frames, gate = encode({f"field{index}": None for index in range(20)}), threading.Barrier(4)
+    threads = [threading.Thread(target=lambda: gate.wait() >= 0 and decode(frames, kind)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_decode_a_type_for_the_first_time_at_once() -> None:
+    """msgspec alone ends the process by a segmentation fault."""
+    assert subprocess.run([sys.executable, "-c", RACE], check=False).returncode == 0
