@@ -12,6 +12,7 @@ from moe_trm.errors import ConfigError, EngineError
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.runtime.functions.host import FunctionHost
+from moe_trm.runtime.patience import patient
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord, SamplingParams
@@ -79,7 +80,7 @@ class WholeEngine(CausalEngine):
 def sampler(folder: Path, engine: CausalEngine, task: MoodTask, *, turns: int = 4) -> FunctionSampler:
     path = folder / "own_rollout.py"
     path.write_text(FUNCTION)
-    host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=1.0)
+    host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=patient(1.0))
     params = SamplingParams(top_k=16, max_new_tokens=6, stop_token_ids=(END,))
     return FunctionSampler(host, engine, task, params, Limits(turns, 100), keep_changed=False)
 
@@ -125,6 +126,6 @@ def test_a_lost_engine_stops_the_run_even_if_the_function_would_not_mind(
 def test_a_function_that_does_not_await_is_refused_at_launch(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text("def rollout(session): ...")
-    host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=1.0)
+    host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=patient(1.0))
     with pytest.raises(ConfigError, match="await its session"):
         asyncio.run(host.start())
