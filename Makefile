@@ -112,7 +112,7 @@ test-learners: $(STAMP) $(START)
 		checkpoint.resume=never train.steps=2 train.eval_every=0
 	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(LEARNER_TESTS) $(PYTEST_ARGS)
 
-test-gpu-env: $(GPU_VENV)/tested ## in the environment for GPUs, what needs none: modules, learners, pushes, torchrun
+test-gpu-env: $(GPU_VENV)/tested ## in the environment for GPUs, what needs none: modules, learners, pushes, torchrun, doctor
 	$(QUIET_CORES) $(NO_GPU) $(GPU_VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" \
 		$(LEARNER_TESTS) $(GPU_ENV_TESTS) $(PYTEST_ARGS)
 
