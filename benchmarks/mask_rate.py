@@ -39,6 +39,12 @@ QUOTED = (0.01, 0.05, 0.1)
 DECILES = 10
 FIXED: Mapping[str, Mapping[str, float | str]] = {"ln_trm": {"delta": 0.01}}
 """Thresholds that are not calibrated and have no default."""
+KEY = """
+target: share of rows, or of tokens for a rule on tokens, that the threshold was chosen to reject; -: as published.
+rows, tokens: shares rejected; shortest, longest: of rows in the first and last tenth by length; adv, correct, wrong: of
+rows by sign of the advantage, and by a reward above 0. ess: effective sample size of the weights, of 1.
+p of a token: chance of a score beyond max_kl; 1-(1-p)^T: rejected rows if tokens were independent."""
+"""Columns of the tables in words."""
 PLAIN = {"trm_max_avg", "seq_mean_k1", "seq_sum_k1", "token_k1"}
 """Rules that need thresholds by hand: the presets and the rules they are made of show them."""
 
@@ -214,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decile_lengths": strata.lengths(),
     }
     report(f"Rejected shares, {what}", table(results, predicted), args.json, details)
+    print(KEY)
     return 0
 
 

@@ -45,6 +45,13 @@ SERVED: dict[str, type[ServerScorer]] = {"sglang": SglangScorer, "vllm": VllmSco
 ENGINES = (*SERVED, "megatron", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
 
+KEY = """
+overlap_loss: share of A's experts that B does not choose for the same token and layer.
+expert_delta: mean over experts of the chance that one side uses it and the other does not.
+native_*: B with routes of its own; replayed_*: with A's routes; *_abs_mean: of log-prob differences, nats.
+gate_weight_shift: mean change of the weight of an expert that both chose."""
+"""Figures of the table in words."""
+
 
 def measure(
     a: Setting, b: Setting, *, prompts: int, group_size: int, max_new_tokens: int, questions: Path | None = None
@@ -169,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{time.perf_counter() - started:.0f} s"
     )
     report(title, table(compared), args.json)
+    print(KEY)
     return 0
 
 

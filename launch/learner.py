@@ -155,7 +155,7 @@ def run(
             made = json.dumps([asdict(choice) for choice in choices], indent=2)
             write_private(run_dir / CHOICES, f"{made}\n".encode())
             sinks = watched.enter_context(open_sinks(config, run_dir, first_step=first_step))
-            print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
+            print(f"run {run_dir}: {world_size} learner rank{'s' * (world_size > 1)}, replay {mode}", flush=True)
             for choice in choices:
                 print(f"  {choice.key}: {choice}", flush=True)
             for change in changes:

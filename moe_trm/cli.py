@@ -100,8 +100,8 @@ COMMANDS = (
         "moe_trm.tools.plan.commands",
         "say what a run needs of which GPUs, and how long its steps take; reads config.json alone",
         (
-            "configs/qwen3_30b_a3b_4_nodes.yaml --nodes 4 --gpus 8 --gpu h100",
-            "configs/glm_4_5_air.yaml --nodes 5 --gpu h200 --hf-config config.json --json plan.json",
+            "configs/qwen3_30b_a3b_4_nodes.yaml --nodes 4 --gpus 8 --hf-config qwen3_30b_a3b",
+            "configs/glm_4_5_air.yaml --nodes 5 --gpu h200 --hf-config glm_4_5_air --json plan.json",
         ),
     ),
     Command(

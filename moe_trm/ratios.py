@@ -162,11 +162,12 @@ class LogRatios:
     def _known(self, ratio: Tensor | None, name: str) -> Tensor:
         if ratio is None:
             raise ConfigError(
-                f"the {name} ratio is unknown because the weights that sampled are gone",
+                f"the {name} ratio is unknown, because there are no log-probs under the weights that sampled",
                 where="LogRatios",
                 got="behavior_logprobs=None",
                 expected="log-probs under the weights that sampled",
-                fix="let the rule read `merged` (engine and lag together) or `total`, or keep behaviour weights longer",
+                fix="let the rule read `merged` (engine and lag together) or `total`; in a run, set "
+                "pipeline.behavior=snapshot; in an adapter, `fresh=True` says that no sample is older than the step",
             )
         return ratio
 

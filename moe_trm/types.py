@@ -131,6 +131,7 @@ class RolloutRecord:
         teacher_logprobs: `[S]` float32, log-prob of each sampled token under `kl.teacher`; None without a teacher.
         server: place among the run's servers of the one that sampled all of it; None: several did, the run has one
             alone, or a router chose.
+        expected: the answer that the reward compares with, for transcripts; empty where the task has none.
     """
 
     sample_id: int
@@ -153,6 +154,7 @@ class RolloutRecord:
     baseline: float | None = None
     teacher_logprobs: np.ndarray | None = None
     server: int | None = None
+    expected: str = ""
 
     @property
     def rows(self) -> tuple[RolloutRecord, ...]:

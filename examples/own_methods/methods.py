@@ -12,14 +12,15 @@ from moe_trm.losses.loss import loss
 from moe_trm.methods import summable
 
 
-@rule(ratio="engine", scope="token")
+@rule(ratio="engine", scope="token", calibrate=lambda quantile: {"max_gap": quantile})
 def negative_gap_mask(evidence: Evidence, log_ratio: Tensor, *, max_gap: float = 1.0) -> Correction:
     """Drop tokens of negative advantage where the engines disagree: keep_t = |log rho_t| <= max_gap or A_t >= 0.
 
     `log_ratio` and `evidence.advantages` are `[B, T]`; `max_gap` is in nats.
     """
-    keep = evidence.mask & ((log_ratio.abs() <= max_gap) | (evidence.advantages >= 0))
-    return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics={})
+    gap, judged = log_ratio.abs(), evidence.mask & (evidence.advantages < 0)
+    keep = evidence.mask & ~(judged & (gap > max_gap))
+    return Correction(weights=keep.to(log_ratio.dtype), keep=keep, metrics={}, score=gap, judged=judged)
 
 
 @loss(aggregation="token-mean")

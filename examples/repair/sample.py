@@ -25,13 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """See the top of this file. 1: no reward could be had, and the sample is rejected."""
     parser = argparse.ArgumentParser(description="one sample of a repair, in a sandbox")
     parser.add_argument("--seconds", type=float, default=Bounds.seconds, help="of the agent (default: %(default)g)")
+    parser.add_argument("--test-seconds", type=float, default=Bounds.test_seconds, help="(default: %(default)g)")
     parser.add_argument("--memory-mib", type=int, default=Bounds.memory_bytes >> 20, help="of a process")
     parser.add_argument("--processes", type=int, default=Bounds.num_processes, help="at the same time")
     parser.add_argument("command", nargs="+", help="the agent")
     args = parser.parse_args(argv)
     row = json.loads(Path(os.environ["MOE_TRM_PROMPT"]).read_bytes())
     repair = Repair(**{name: row["extra"][name] for name in ("files", "tests", "test")})
-    bounds = Bounds(seconds=args.seconds, memory_bytes=args.memory_mib << 20, num_processes=args.processes)
+    bounds = Bounds(args.seconds, args.test_seconds, args.memory_mib << 20, num_processes=args.processes)
     here = str(Path(__file__).parent.resolve())
     command = [part.replace("{task}", row["text"]).replace("{here}", here) for part in args.command]
     environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_IN) or name == "PATH"}

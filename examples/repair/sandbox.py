@@ -26,7 +26,8 @@ from urllib.parse import urlsplit
 FOLDER = Path("/media")
 """Where the sandbox has its file system; what the host has there is hidden inside."""
 WORK = FOLDER / "work"
-START_S = 30.0
+START_S = 120.0
+"""For what takes a fraction of a second on an idle machine."""
 MAX_CONNECTIONS = 32
 NAMESPACES = ("--net", "--pid", "--mount", "--ipc", "--mount-proc", "--fork", "--kill-child")
 FIRST_USER = 1 << 30

@@ -42,7 +42,7 @@ def try_task(config: Config) -> None:
     tried; and for `task.reward_weights` of rewards that the function does not return.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
-    for line in too_long(task, config.rollout, config.eval):
+    for line in (*too_long(task, config.rollout, config.eval), *lacking(task)):
         _log.warning(line)
     answer: Callable[[Prompt], Awaitable[None]] = partial(_reward, task)
     if config.rollout.has_turns and config.rollout.traits.samples_live:
@@ -85,6 +85,18 @@ def too_long(task: Task, rollout: RolloutConfig, evaluation: EvalConfig) -> list
         + (f" and {len(long) - MAX_LISTED} more" if len(long) > MAX_LISTED else "")
         for which, new, number, long in limits
         if long
+    ]
+
+
+def lacking(task: Task) -> list[str]:
+    """A line about characters of prompts and answers that the tokenizer has no token for."""
+    characters = task.tokens.lacking(task.characters()) if isinstance(task, FileTask) else []
+    if not characters:
+        return []
+    listed = " ".join(map(repr, characters[:MAX_LISTED]))
+    return [
+        f"the tokenizer has no token for {len(characters)} of the characters in prompts and answers, so the policy can "
+        f"neither read nor write them: {listed}" + (" ..." if len(characters) > MAX_LISTED else "")
     ]
 
 

@@ -12,6 +12,7 @@ from moe_trm.config.choices import BECOMES, MACHINE
 from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import Resolved, resolve
+from moe_trm.config.method_page import method_page
 from moe_trm.config.problems import suggest
 from moe_trm.errors import ConfigError
 
@@ -23,8 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[arg
     show.add_argument("config", help="YAML configuration")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. replay.mode=R2 optimizer.lr=3e-5")
     show.add_argument("--json", action="store_true", help="as one JSON object, without sources")
-    explain = commands.add_parser("explain", help="print a key's documentation, type and default")
-    explain.add_argument("key", nargs="?", help="a key or section, e.g. replay.mode; none: every key")
+    explain = commands.add_parser("explain", help="print what a key, a correction or a loss means and takes")
+    explain.add_argument("key", nargs="?", help="e.g. replay.mode, trm_max, FILE.py:FUNCTION; none: every key")
     diff = commands.add_parser("diff", help="print the keys that differ between two configurations")
     diff.add_argument("a", help="YAML file")
     diff.add_argument("b", help="YAML file")
@@ -77,6 +78,10 @@ def _explain(key: str | None) -> int:
                 print(f"{field.path}  ({field.type_text}; {_default(field)})\n    {field.doc}")
         return 0
     setting = lookup(key)
+    page = method_page(key) if setting is None else None
+    if page is not None:
+        print(page)
+        return 0
     if setting is None:
         suggestion = suggest(key)
         raise ConfigError(

@@ -123,8 +123,8 @@ def contradictions(
     yield from _loss(loss, preset_of(correction), correction.preset)
     yield from _known(correction, recovery, rules)
     yield from _whole_minibatch(correction, recovery, rules, loss_facts)
-    own_names, preset = {rule.name for rule in correction.rules}, preset_of(correction)
-    of_preset = [name for name, _ in (preset.rules if preset else ()) if name not in own_names]
+    preset = preset_of(correction)
+    of_preset = [name for name, _ in (preset.rules if preset else ())]
     origin = f" (of correction.preset={correction.preset}: {', '.join(of_preset)})" if of_preset else ""
     yield from (replace(problem, got=f"{problem.got}{origin}") for problem in _counted_once(rules, loss_facts))
     has_unknown_rules = len(rules) < len(rules_of(correction))

@@ -92,7 +92,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         (
             "agent",
-            "rows tool_parser reasoning_parser host port max_body_bytes",
+            "rows tool_parser reasoning_parser model_names host port max_body_bytes",
             rollout.agent is None,
             "rollout.agent is not set",
         ),

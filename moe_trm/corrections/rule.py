@@ -79,7 +79,10 @@ class RegisteredRule:
         """
         by_turn = self._by_turn(thresholds.get("scope", self.scope))
         thresholds = {name: value for name, value in thresholds.items() if name != "scope"}
-        fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
+        missing = next((name for name in self.required if name not in thresholds), "")
+        fix = f"`moe-trm config explain {self.name}` says what {missing} is"
+        if missing in self.calibrated:
+            fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
         where = f"correction {self.name}"
         ratio_and_thresholds = bind(
             self.function, self.ratio, thresholds, self.readable, what="threshold", where=where, missing_fix=fix

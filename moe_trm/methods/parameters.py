@@ -33,7 +33,7 @@ def resolve(
     for name, value in settings.items():
         if name not in (*required, *defaults):
             raise unknown(what, name, (*required, *defaults), where)
-        _check(_hint(function, name, where), name, value, what=what, where=where)
+        _check(hint(function, name, where), name, value, what=what, where=where)
     for name in required:
         if name not in settings:
             raise ConfigError(
@@ -46,7 +46,7 @@ def resolve(
     return {**defaults, **settings}
 
 
-def _hint(function: Callable[..., Any], name: str, where: str) -> Any:
+def hint(function: Callable[..., Any], name: str, where: str) -> Any:
     """The type of a parameter; a number or a word where it is not annotated."""
     annotation = inspect.signature(function).parameters[name].annotation
     if annotation is inspect.Parameter.empty:

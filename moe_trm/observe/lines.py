@@ -18,7 +18,7 @@ NOTHING = "–"
 MEANINGS = {
     "engine_k3": "KL between the engines at equal weights, nats",
     "merged_k3": "the same with what the weights moved since sampling",
-    "stale_k3": "KL between the weights that sampled and today's, nats",
+    "stale_k3": "KL between the weights that sampled and today's, this step's earlier updates included, nats",
     "flips": "token-layers whose experts the engines choose differently",
     "replayed": "replayed token-layers that used their recorded route",
     "kept": "tokens that corrections keep",

@@ -12,12 +12,12 @@ import numpy as np
 from moe_trm.config.schema import ModelConfig, ObserveConfig
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.report.session_tree import tree_lines
-from moe_trm.observe.report.token_rows import Transcript, name_of, transcript
+from moe_trm.observe.report.token_rows import Transcript, name_of, shortened, transcript
 from moe_trm.observe.report.transcript_page import transcript_page
 from moe_trm.observe.sinks import Sink
 from moe_trm.runtime.private import write_private
 from moe_trm.tasks.tokens import Tokens
-from moe_trm.types import TrainRow
+from moe_trm.types import RolloutRecord, TrainRow
 
 
 class Decoder(Protocol):
@@ -99,16 +99,23 @@ def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Seque
         worst = max(ratios, key=abs, default=0.0)
         kept = sum(value is True for value in entry.keep)
         parts.append(
-            f"\n=== {name_of(record).lower()} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
+            f"\n=== {name_of(record).lower()} of prompt {record.prompt_id}: reward {_reward(record)}, advantage "
             f"{entry.advantage:.3g}, "
             f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions "
             f"{versions(record.versions)}, "
             f"{kept} kept; largest {entry.ratio} log-ratio {worst:+.2g}\n"
         )
+        if record.expected:
+            parts.append(f"    expected answer: {shortened(record.expected)}\n")
         if len(record.session) > 1:
             parts += [f"    {line}" for line in tree_lines(record.session, record.row)]
         parts.append("".join(_marked(entry, texts)))
     return "\n".join(parts) + "\n"
+
+
+def _reward(record: RolloutRecord) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in record.reward_parts.items())
+    return f"{record.reward:g} ({parts})" if parts else f"{record.reward:g}"
 
 
 def versions(values: np.ndarray) -> str:

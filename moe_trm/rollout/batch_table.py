@@ -91,6 +91,7 @@ class RecordTable(msgspec.Struct, frozen=True):
     baseline: list[float | None]
     teacher_logprobs: Some[Arrays]
     server: list[int | None]
+    expected: list[str]
 
 
 class RowTable(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
+from moe_trm.rollout.agents.parameters import MODEL
 from moe_trm.rollout.agents.reader import build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
@@ -152,7 +153,7 @@ def agent_sampler(
     assert rollout.agent is not None, "the caller has looked"
     reader = build_reader(agent.tool_parser, agent.reasoning_parser)
     server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
-    policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
+    policy = Policy(engine, task.tokens, reader, limits_of(rollout, task), (MODEL, *agent.model_names))
     host = agent_host(agent, rollout)
     return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed, rows=agent.rows)
 

@@ -66,6 +66,7 @@ class Evaluator:
         | metric | meaning |
         |---|---|
         | `accuracy`, or `reward` | mean reward of the greedy answers; `accuracy` only of rewards that are all 0 or 1 |
+        | `accuracy_se`, or `reward_se` | its standard error over prompts |
         | `reward/<name>` | mean of that part of their reward |
         | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share of finished ones |
         | `avg_at_<k>` | mean reward of k sampled answers to each prompt |
@@ -98,6 +99,8 @@ class Evaluator:
         name_of_mean, rewards = self.greedy_rewards(answers)
         if rewards:
             metrics[name_of_mean] = float(np.mean(rewards))
+        if len(rewards) > 1:
+            metrics[f"{name_of_mean}_se"] = standard_error(rewards)
         if records:
             metrics |= {
                 **{f"reward/{name}": mean for name, mean in part_means(records).items()},
@@ -152,6 +155,17 @@ class Evaluator:
                 return await self._sampler.answer(prompt, params)
         except RecordRejected as rejection:
             return rejection.reason
+
+
+def standard_error(rewards: Sequence[float]) -> float:
+    """Of the mean of two or more rewards. Of a share with two right and two wrong ones more (Agresti and Coull): a few
+    prompts that are all right prove no certainty.
+    """
+    if not _right_or_wrong(rewards):
+        return float(np.std(rewards, ddof=1) / np.sqrt(len(rewards)))
+    number = len(rewards) + 4
+    share = (sum(rewards) + 2) / number
+    return float(np.sqrt(share * (1 - share) / number))
 
 
 def _right_or_wrong(rewards: Sequence[float]) -> bool:

@@ -193,4 +193,6 @@ class RecordedSampler(SingleTurn):
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""
         record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
-        return record if record.reward is not None else rewarded(record, await score(self._task, prompt, record))
+        return (
+            record if record.reward is not None else rewarded(record, await score(self._task, prompt, record), prompt)
+        )

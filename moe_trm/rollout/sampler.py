@@ -31,7 +31,8 @@ class Sampler(Protocol):
         """Release helper processes."""
 
 
-def rewarded(record: RolloutRecord, reward: Reward) -> RolloutRecord:
-    """The record with its reward and the reward's named parts, in all its rows."""
-    further = tuple(rewarded(row, reward) for row in record.further)
-    return record.changed(reward=reward.total, reward_parts=reward.parts, further=further)
+def rewarded(record: RolloutRecord, reward: Reward, prompt: Prompt | None = None) -> RolloutRecord:
+    """The record with its reward, the reward's named parts, and the answer that `prompt` expects, in all its rows."""
+    further = tuple(rewarded(row, reward, prompt) for row in record.further)
+    expected = record.expected if prompt is None else prompt.answer
+    return record.changed(reward=reward.total, reward_parts=reward.parts, expected=expected, further=further)

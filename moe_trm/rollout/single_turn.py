@@ -19,14 +19,14 @@ class SingleTurn:
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""
         record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
-        return rewarded(record, await score(self._task, prompt, record))
+        return rewarded(record, await score(self._task, prompt, record), prompt)
 
     async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
         """See `Sampler.answer`."""
         conversation = Conversation(prompt)
         conversation.add(await self._engine.turn(prompt.token_ids, params, bare=True))
         record = conversation.record(sample_id=-1, group_id=-1, keep_changed=True)
-        return rewarded(record, await score(self._task, prompt, record))
+        return rewarded(record, await score(self._task, prompt, record), prompt)
 
     def metrics(self) -> dict[str, float]:
         """See `Sampler.metrics`."""

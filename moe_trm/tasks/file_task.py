@@ -71,6 +71,10 @@ class FileTask:
         )
         return [prompt for prompt in map(self._prompt, long) if len(prompt.token_ids) > room]
 
+    def characters(self) -> set[str]:
+        """All that occur in training prompts and their answers."""
+        return {letter for example in self._train for text in (*_texts(example), example.answer) for letter in {*text}}
+
     @property
     def num_train(self) -> int:
         """Training prompts."""
@@ -108,9 +112,12 @@ class FileTask:
 
 
 def _num_bytes(example: Example) -> int:
+    return sum(len(text.encode()) for text in _texts(example))
+
+
+def _texts(example: Example) -> list[str]:
     question = example.question
-    texts = [question] if isinstance(question, str) else [message["content"] for message in question]
-    return sum(len(text.encode()) for text in texts)
+    return [question] if isinstance(question, str) else [message["content"] for message in question]
 
 
 def _num_messages(example: Example) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -74,6 +74,14 @@ class Tokens:
     def encode_plain(self, text: str) -> tuple[int, ...]:
         """Text as ids, by itself: nothing is put in front."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def lacking(self, characters: Iterable[str]) -> list[str]:
+        """Those that become the unknown token, or nothing, and so cannot be read or written by the policy; sorted."""
+        unknown = self._tokenizer.unk_token_id
+        written = {character: self.encode_plain(character) for character in characters}
+        return sorted(
+            character for character, ids in written.items() if unknown in ids or not (ids or character.isspace())
+        )
 
     def render(
         self,

@@ -114,7 +114,9 @@ def _families() -> Mapping[str, Sequence[str]]:
     answers: tuple[str, ...] = (
         "prompts",
         "accuracy",
+        "accuracy_se",
         "reward",
+        "reward_se",
         "length_mean",
         "finished_fraction",
         "answered_fraction",

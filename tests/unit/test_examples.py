@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 from inspect import iscoroutinefunction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,27 @@ def test_the_correction_of_ones_own() -> None:
     assert got.keep.tolist() == [[True, False, True], [True, False, False]]
     assert got.weights.tolist() == [[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     assert corrections.finalize(got.metrics)["correction/negative_gap_mask/kept_fraction"] == 0.75
+
+
+def test_the_unit_test_on_the_page_of_own_methods_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    page = (OWN_METHODS.parent / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["test_negative_gap_mask"]()
+
+
+def test_a_target_chooses_the_threshold_of_the_correction_of_ones_own() -> None:
+    """Gaps 0.01 to 1.00, half of them at a negative advantage: at most a tenth of those 50 is beyond the threshold."""
+    rollout, mask = torch.full((1, 100), -2.0), torch.ones(1, 100, dtype=torch.bool)
+    behavior = rollout + torch.arange(1, 101)[None] / 100
+    sign = torch.tensor([[-1.0, 1.0]]).repeat(1, 50)
+    evidence = Evidence(LogRatios(rollout, behavior, behavior, mask), sign)
+    own = corrections.get(f"{OWN_METHODS}:negative_gap_mask")
+    bound = corrections.calibrate(own, [corrections.scores(own, evidence)], 0.1)
+    assert bound.thresholds["max_gap"] == pytest.approx(0.91)
+    assert int((~bound(evidence).keep).sum()) == 4
 
 
 def test_the_loss_of_ones_own() -> None:

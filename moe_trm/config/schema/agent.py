@@ -25,6 +25,9 @@ class AgentConfig(Section):
     reasoning_parser: str | None = None
     """Form of the model's reasoning: a name of SGLang's `--reasoning-parser`, e.g. `qwen3`, or a function of your
     own, `path/to/file.py:function`. None: reasoning stays in the content of answers."""
+    model_names: list[str] = []
+    """Names of the policy beside `policy`, for an agent that has one in its code, e.g. `[gpt-5.5]`. Requests for other
+    models are refused."""
     host: str = "127.0.0.1"
     """Address of this machine to listen at; every session has a key. Agents run beside the controller, so only what
     they start elsewhere needs another one."""

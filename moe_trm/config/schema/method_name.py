@@ -15,6 +15,14 @@ from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.own import is_own
 from moe_trm.methods.presets import PRESETS
 
+TABLES = {
+    "advantage.name": ADVANTAGES,
+    "loss.name": LOSSES,
+    "correction.rules": CORRECTIONS,
+    "correction.preset": PRESETS,
+}
+"""Methods by the setting that takes their names."""
+
 
 @dataclass(frozen=True)
 class OneOf:
@@ -32,9 +40,13 @@ class OneOf:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, name: str) -> str:
-        """Return `name`. Raises `ValueError` with the nearest name where nothing is called so."""
+        """Return `name`. Raises `ValueError` with the nearest name where nothing is called so, or the setting that
+        takes it."""
         if name in self.known or (self.own and is_own(name)):
             return name
+        setting = next((setting for setting, names in TABLES.items() if name in names), None)
+        if setting is not None:
+            raise ValueError(f"did you mean {setting}? It takes {name}")
         close = get_close_matches(name, self.known, n=1)
         raise ValueError(f"did you mean {close[0]}?" if close else "")
 

@@ -58,7 +58,7 @@ class Cards:
                 first = f"{number(points[0][1])} → " if tile.first and len(points) > 1 else ""
                 run_label = f'<span class="whose">{escape(run.name)}</span>' if len(self._runs) > 1 else ""
                 lines.append(
-                    f'<p class="figure">{first}{number(points[-1][1])} {run_label}</p>'
+                    f'<p class="figure">{first}{number(points[-1][1])} {run_label}</p>{_interval(run, name)}'
                     f"{draw.spark(points, log=tile.log)}"
                 )
             if lines:
@@ -189,6 +189,15 @@ def _reach(run: Run, metric: str) -> list[tuple[int, float, float]]:
         for step, value in run.series(metric)
         if value is not None and step in errors
     ]
+
+
+def _interval(run: Run, metric: str) -> str:
+    """The interval of the last value, where it has one."""
+    reach, points = _reach(run, metric), run.series(metric)
+    if not reach or reach[-1][0] != points[-1][0]:
+        return ""
+    _, low, high = reach[-1]
+    return f'<p class="note">last: 95% interval {number(low)} to {number(high)}</p>'
 
 
 def _folded(lines: Sequence[str]) -> str:

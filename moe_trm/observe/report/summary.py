@@ -22,8 +22,15 @@ class Tile:
 
 
 TILES = (
-    Tile("Accuracy", ("eval/accuracy",), "right greedy answers on held-out prompts, first → last", first=True),
-    Tile("Evaluation", ("eval/reward",), "mean reward of greedy answers, first → last", first=True),
+    Tile(
+        "Accuracy",
+        ("eval/accuracy",),
+        "right greedy answers on held-out prompts, first → last; interval over prompts",
+        first=True,
+    ),
+    Tile(
+        "Evaluation", ("eval/reward",), "mean reward of greedy answers, first → last; interval over prompts", first=True
+    ),
     Tile("Reward", ("reward/mean",), "mean of a step, first step → last", first=True),
     Tile("Engine mismatch", ("engine/k3_kl",), "k3 KL in nats at equal weights, at the last step", log=True),
     Tile(

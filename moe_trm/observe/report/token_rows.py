@@ -42,10 +42,19 @@ class Transcript:
         ]
 
 
+MAX_EXPECTED = 400
+"""Characters of an expected answer that are shown."""
+
+
 def name_of(record: RolloutRecord) -> str:
     """The sample, and its row where it has several."""
     several = any(turn.row > 0 for turn in record.session)
     return f"Sample {record.sample_id}" + (f", row {record.row}" if several else "")
+
+
+def shortened(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= MAX_EXPECTED else f"{text[:MAX_EXPECTED]} ..."
 
 
 def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correction) -> Transcript:

@@ -9,7 +9,7 @@ from html import escape
 from moe_trm.observe.report.html import document, number
 from moe_trm.observe.report.session_tree import session_tree
 from moe_trm.observe.report.session_turns import session_turns
-from moe_trm.observe.report.token_rows import Transcript, name_of
+from moe_trm.observe.report.token_rows import Transcript, name_of, shortened
 
 PALEST, DARKEST = -4.0, 0.0
 """Powers of ten of the log-ratio's size at which shading begins and is full."""
@@ -38,6 +38,8 @@ def _data(transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) ->
                 "session": list(record.session),
                 "prompt_id": record.prompt_id,
                 "reward": record.reward,
+                "reward_parts": dict(record.reward_parts),
+                "expected": record.expected,
                 "advantage": entry.advantage,
                 "ratio": entry.ratio,
                 "texts": list(texts),
@@ -59,6 +61,7 @@ def _article(place: int, entry: Transcript, texts: Sequence[str]) -> str:
     rejected = sum(value is False for value in entry.keep)
     facts = [
         f"reward {number(record.reward)}",
+        *(f"{escape(name)} {number(value)}" for name, value in record.reward_parts.items()),
         f"advantage {number(entry.advantage)}",
         f"{number(float(record.num_sampled))} tokens sampled",
         f"{number(float(rejected))} rejected",
@@ -66,9 +69,10 @@ def _article(place: int, entry: Transcript, texts: Sequence[str]) -> str:
         f"weight version {number(float(record.versions.min()))}"
         + (f" to {number(float(record.versions.max()))}" if record.versions.min() != record.versions.max() else ""),
     ]
+    expected = f'<p class="note">expected answer: {escape(shortened(record.expected))}</p>' if record.expected else ""
     return (
         f'<article class="card rollout"><h2>{escape(name_of(record))}, prompt {escape(str(record.prompt_id))}</h2>'
-        f'<p class="about">{" · ".join(facts)}</p>'
+        f'<p class="about">{" · ".join(facts)}</p>{expected}'
         f"{session_tree(record.session, record.row, record.reward)}"
         f'<div class="tokens" tabindex="0" data-rollout="{place}" aria-label="Tokens; arrow keys tell each one\'s '
         f'figures">{tokens}</div>{session_turns(record, texts)}</article>'

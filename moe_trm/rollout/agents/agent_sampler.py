@@ -160,7 +160,7 @@ class AgentSampler:
             )
         if not bare:
             self._count_rows(rows)
-        return rewarded(rows.sample, reward)
+        return rewarded(rows.sample, reward, prompt)
 
     async def _run(self, prompt: Prompt, session: LiveSession, address: Address) -> Any:
         """The agent's result. A fault of the engine ends the call, whatever the agent makes of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from moe_trm.errors import CheckpointError, RecordRejected
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.messages import Message
+from moe_trm.rollout.agents.parameters import MODEL
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.request import (
     ChatRequest,
@@ -51,6 +52,7 @@ class Policy:
     tokens: Tokens
     reader: AnswerReader
     limits: Limits
+    model_names: Collection[str] = (MODEL,)
 
 
 class LiveSession:
@@ -88,6 +90,11 @@ class LiveSession:
     def reads_calls(self) -> bool:
         """True when tool calls can be found in answers."""
         return self._policy.reader.reads_calls
+
+    @property
+    def model_names(self) -> Collection[str]:
+        """Names of the policy in requests."""
+        return self._policy.model_names
 
     @property
     def vocabulary(self) -> Tokens:

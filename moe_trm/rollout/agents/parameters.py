@@ -7,7 +7,7 @@ nothing here is accepted, and named once in the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from moe_trm.rollout.agents.template import reserved_variables
 from moe_trm.types import SamplingParams
 
 MODEL = "policy"
-"""The only model there is: an agent that asks for another one would get the policy's words without knowing."""
+"""Name of the policy. An agent that asks for another model would get the policy's words without knowing."""
 
 OF_THE_RUN: Mapping[str, Callable[[SamplingParams], object]] = MappingProxyType(
     {
@@ -86,8 +86,8 @@ COMMON = frozenset({"model", "stream", "chat_template_kwargs"})
 """Fields of every dialect that is effective."""
 
 
-def effective(body: object, known: frozenset[str]) -> dict[str, Any]:
-    """The fields that have a value; `known` are the dialect's fields.
+def effective(body: object, known: frozenset[str], model_names: Collection[str]) -> dict[str, Any]:
+    """The fields that have a value; `known` are the dialect's fields, `model_names` the policy's names.
 
     Raises `ApiError` for a field that is unknown, asks for another distribution, or for another model.
     """
@@ -103,8 +103,9 @@ def effective(body: object, known: frozenset[str]) -> dict[str, Any]:
                 raise ApiError(400, text, param=name, code="unsupported_parameter")
         elif name not in COMMON | OF_THE_RUN.keys() | IGNORED:
             raise ApiError(400, f"unknown parameter {name!r:.80}", param=name[:80], code="unknown_parameter")
-    if fields.get("model", MODEL) != MODEL:
-        text = f"the model {fields['model']!r:.80} does not exist; here is only {MODEL!r}, the policy that is trained"
+    if fields.get("model", MODEL) not in model_names:
+        text = f"the model {fields['model']!r:.80} does not exist; here is only {MODEL!r}, the policy that is trained. "
+        text += "If this is to mean the policy, add it to agent.model_names"
         raise ApiError(404, text, param="model", code="model_not_found")
     return fields
 

@@ -216,7 +216,7 @@ class AgentServer:
     async def _read(self, dialect: Dialect, session: LiveSession, request: web.Request) -> Request:
         sent = await request.read()
         body = _json_of(sent)
-        facts = SessionFacts(session.params, session.reads_calls, session.kept)
+        facts = SessionFacts(session.params, session.reads_calls, session.kept, session.model_names)
         # Another thread costs more time than a short body.
         short = len(sent) <= MAX_SHORT_BYTES
         query = dialect.read(body, facts) if short else await beside(lambda: dialect.read(body, facts))

@@ -80,12 +80,13 @@ class FunctionSampler:
             finish_reason=dialogue.finish_reason,
         )
         if returned is None:
-            return rewarded(record, await score(self._task, prompt, record))
+            return rewarded(record, await score(self._task, prompt, record), prompt)
         return rewarded(
             record,
             read_reward(
                 returned, self._task.reward_weights, prompt.prompt_id, prefix="rollout", place=self._host.place
             ),
+            prompt,
         )
 
     async def _run(self, prompt: Prompt, params: SamplingParams, *, bare: bool) -> tuple[Dialogue, Any]:

@@ -20,7 +20,7 @@ from moe_trm.runtime.functions.current_call import CurrentCall
 from moe_trm.runtime.functions.hosted import FunctionSettings, FunctionTraits, Hosted
 
 _NUM_LOGGED = 3
-"""Tracebacks written to standard error; after that the function is known to fail."""
+"""Tracebacks from different places that are written to standard error; then the function is known to fail."""
 
 
 class _Late(Exception):
@@ -34,7 +34,7 @@ class FunctionService:
     """
 
     def __init__(self, settings: FunctionSettings, current: CurrentCall) -> None:
-        self._settings, self._current, self._num_logged = settings, current, 0
+        self._settings, self._current, self._logged = settings, current, set[str]()
         adapt = load_function(settings.adapter, key=settings.key)
         self._function = load_function(settings.function, key=settings.key)
         self._hosted: Hosted = adapt(self._function, settings)
@@ -59,10 +59,18 @@ class FunctionService:
         """See `Service.problem`."""
         if isinstance(error, _Late):
             return problem("timeout", f"nothing within {self._settings.limit_s:g} s")
-        if self._num_logged < _NUM_LOGGED:
-            self._num_logged += 1
-            traceback.print_exception(error)
-        return problem("error", f"{type(error).__name__}: {error} ({place_in(error, self._function)})")
+        place = place_in(error, self._function)
+        if place not in self._logged and len(self._logged) < _NUM_LOGGED:
+            self._logged.add(place)
+            traceback.print_exception(type(error), error, self._of_user(error))
+        return problem("error", f"{type(error).__name__}: {error} ({place})")
+
+    def _of_user(self, error: BaseException) -> types.TracebackType | None:
+        """The traceback from the function's own file on; the whole where that is not in it."""
+        file_name, frame = place_of(self._function).rpartition(":")[0], error.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename != file_name:
+            frame = frame.tb_next
+        return frame or error.__traceback__
 
     def refusal(self, kind: str, text: str) -> Exception:
         """See `Service.refusal`."""

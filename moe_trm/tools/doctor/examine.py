@@ -129,11 +129,15 @@ def _before(config: Config, world_size: int, absent: str) -> Iterator[Check]:
 
     def launch() -> str:
         check_launch(config, world_size=world_size)
-        try_task(config)
         return f"accepted for {_ranks(world_size)}"
+
+    def task() -> str:
+        try_task(config)
+        return "its prompts are there, and its functions answer"
 
     if has_weights(config.model.checkpoint):
         yield attempt("checkpoint, layout, corrections, loss", launch)
+        yield attempt("task", task)
     else:
         yield from without_weights(config, world_size, absent)
     if absent:

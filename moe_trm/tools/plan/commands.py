@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ def _lengths(args: argparse.Namespace, rollout: RolloutConfig) -> Lengths:
 
 
 def _hf_config(model: ModelConfig, name: str | None) -> tuple[dict[str, Any], str]:
+    if name is None and not Path(model.checkpoint).is_dir():
+        raise _not_here(model.checkpoint)
     if name is None:
         return read_full_config(model.checkpoint), f"{model.checkpoint}/config.json"
     file = PUBLISHED / f"{name}.json" if name in published() else Path(name)
@@ -150,6 +153,18 @@ def _hf_config(model: ModelConfig, name: str | None) -> tuple[dict[str, Any], st
 def published() -> list[str]:
     """Names of models whose config.json is here."""
     return sorted(file.stem for file in PUBLISHED.glob("*.json"))
+
+
+def _not_here(checkpoint: str) -> CheckpointError:
+    release = re.sub(r"[^a-z0-9]+", "_", Path(checkpoint).name.lower())
+    file = release if release in published() else f"FILE (or one of {', '.join(published())})"
+    return CheckpointError(
+        "checkpoint folder not found",
+        where=f"model.checkpoint={checkpoint}",
+        got="no such folder",
+        expected="a folder with config.json, or --hf-config",
+        fix=f"A plan needs no weights: --hf-config {file}.",
+    )
 
 
 def _unreadable(file: Path, got: str) -> CheckpointError:

@@ -49,6 +49,10 @@ def _proposal(rank: int, plan: Plan, base: Config) -> Iterator[str]:
     if plan.host_bytes:
         binds += f", {_gb(plan.host_bytes * min(plan.ranks, plan.cluster.gpus)).strip()} on a node's host"
     yield from textwrap.wrap(f"{binds}.", WIDTH, initial_indent="   ", subsequent_indent="   ")
+    pipeline = plan.config.pipeline
+    if (pipeline.mode, base.pipeline.mode) == ("async", "sync"):
+        stale = f"asynchronous, unlike the configuration: samples are up to {pipeline.max_staleness} steps old"
+        yield from textwrap.wrap(f"{stale}.", WIDTH, initial_indent="   ", subsequent_indent="   ")
     if serving.gpus > plan.cluster.gpus:
         several = (
             "a server over several nodes is started by hand, with SGLang's --nnodes, and named in rollout.urls "
@@ -162,6 +166,8 @@ def _wire(plan: Plan) -> Iterator[str]:
     yield "bytes of a step"
     for name, figure in plan.wire.items():
         yield f"  {name:<16}{_gb(figure.value):>10}   {figure.basis}: {figure.note}"
+    if "routes, wire" in plan.wire and plan.config.replay.mode != "R3":
+        yield "  routes are recorded for the probe alone: probe.every=0 leaves them out"
 
 
 def _serving(plan: Plan) -> Iterator[str]:

@@ -285,6 +285,45 @@ def test_every_setting_is_documented_and_explainable(capsys: pytest.CaptureFixtu
     assert "did you mean replay.mode?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("ln_trm", ["delta: number, required", "max_score: number, required; or chosen by target_reject_rate"]),
+        ("trm_max", ["divergence: one of sampled, exact, default sampled"]),
+        ("ppo_clip", ["dual_clip: number or none, default null"]),
+        ("examples/own_methods/methods.py:leaky_clip", ["leak: number, default 0.1"]),
+        (
+            "examples/own_methods/methods.py:negative_gap_mask",
+            ["max_gap: number, default 1.0; or chosen by target_reject_rate"],
+        ),
+    ],
+)
+def test_a_correction_or_a_loss_is_explained_with_its_parameters(
+    name: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert main(["config", "explain", name]) == 0
+    printed = capsys.readouterr().out
+    assert set(lines) <= {line.strip() for line in printed.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("loss.name", "grpo", "did you mean advantage.name? It takes grpo"),
+        ("correction.preset", "token_tis", "did you mean correction.rules? It takes token_tis"),
+        ("advantage.name", "ppo_clip", "did you mean loss.name? It takes ppo_clip"),
+        ("loss.name", "ppo_clap", "did you mean ppo_clip?"),
+    ],
+)
+def test_the_name_of_another_kind_of_method_is_sent_to_its_setting(
+    setting: str, value: str, words: str, file: Path
+) -> None:
+    with pytest.raises(InvalidConfigError) as refused:
+        load(file, [f"{setting}={value}"])
+    assert words in str(refused.value)
+
+
 def test_show_prints_every_value_with_its_source(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", str(file), "replay.mode=R2"]) == 0
     lines = {line.split(":")[0]: line.rpartition("# ")[2] for line in capsys.readouterr().out.splitlines()}

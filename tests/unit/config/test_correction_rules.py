@@ -99,9 +99,10 @@ def test_thresholds_and_parameters_are_refused_together() -> None:
     assert isinstance(refused.value, ConfigError)
 
 
-def test_a_refusal_says_which_rule_the_preset_brought(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["{name: icepop}", "{name: token_tis, thresholds: {ratio: merged, cap: 2.0}}"])
+def test_a_refusal_says_which_rule_the_preset_brought(rule: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("model: {checkpoint: m}\ncorrection: {preset: decoupled_token_is, rules: [{name: icepop}]}\n")
+    path.write_text(f"model: {{checkpoint: m}}\ncorrection: {{preset: decoupled_token_is, rules: [{rule}]}}\n")
     with pytest.raises(
         ConfigError, match=r"beside rule token_tis \(of correction.preset=decoupled_token_is: token_tis\)"
     ):

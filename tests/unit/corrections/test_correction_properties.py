@@ -269,7 +269,7 @@ def test_a_rule_can_be_told_to_read_another_ratio() -> None:
     total = corrections.get("token_tis")(evidence, cap=1e9, ratio="total")
     torch.testing.assert_close(total.weights, torch.where(mask, (c - a).exp(), 0))
     gone = Evidence(LogRatios(a, None, c, mask, proximal_logprobs=b), advantages)
-    with refuses("weights that sampled are gone"):
+    with refuses("no log-probs under the weights that sampled"):
         corrections.get("token_tis")(gone)
     assert corrections.get("token_tis")(gone, ratio="merged").keep.any()
 

@@ -19,6 +19,16 @@ from moe_trm.ratios import LogRatios
 from tests.unit.conftest import WorkedExample
 
 
+def test_a_missing_threshold_is_chosen_as_its_meaning_says() -> None:
+    """A quantile of the score is a threshold of it, and nothing else."""
+    with pytest.raises(ConfigError, match="'delta' has no default") as refused:
+        corrections.get("ln_trm").bind(max_score=0.1)
+    assert refused.value.fix == "`moe-trm config explain ln_trm` says what delta is"
+    with pytest.raises(ConfigError, match="'max_score' has no default") as refused:
+        corrections.get("ln_trm").bind(delta=0.1)
+    assert "95th percentile" in refused.value.fix
+
+
 def close(got: Tensor, expected: Sequence[float] | Sequence[Sequence[float]], atol: float = 1e-6) -> None:
     torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), rtol=0, atol=atol)
 

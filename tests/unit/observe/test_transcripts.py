@@ -35,6 +35,27 @@ def test_every_number_is_that_of_record_ratio_and_correction(tmp_path: Path) -> 
         assert batch.mask[place].sum() == len(own)
 
 
+def test_the_expected_answer_and_every_part_of_the_reward_are_shown(tmp_path: Path) -> None:
+    parts = {"right": 0.5, "brief": -0.25}
+    given = [
+        replace(row, record=replace(row.record, reward=0.25, reward_parts=parts, expected="4 < " + "5" * 500))
+        for row in rows()[:1]
+    ]
+    _, evidence, correction = judged(given)
+    sink = Transcripts(tmp_path, "nowhere", every=1, rollouts=1, decoder=Letters())
+    sink.judged(given, evidence, correction)
+    sink.write(1, {})
+    path = tmp_path / "transcripts" / "step-000001"
+    text = path.with_suffix(".txt").read_text()
+    assert "reward 0.25 (right 0.5, brief -0.25), advantage" in text
+    assert f"expected answer: 4 < {'5' * 396} ...\n" in text
+    page = PageReader(path.with_suffix(".html").read_text())
+    [shown] = page.data["rollouts"]
+    assert shown["reward_parts"] == parts
+    assert shown["expected"].endswith("5" * 500)
+    assert f"expected answer: 4 &lt; {'5' * 396} ..." in path.with_suffix(".html").read_text()
+
+
 def test_different_prompts_come_first(tmp_path: Path) -> None:
     page = PageReader(made_transcripts(tmp_path).with_suffix(".html").read_text())
     assert [told["sample_id"] for told in page.data["rollouts"]] == [0, 3, 1]

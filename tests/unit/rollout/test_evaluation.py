@@ -62,6 +62,7 @@ def test_greedy_and_sampled_metrics_of_every_set() -> None:
     assert metrics == {
         "eval/prompts": 2,
         "eval/accuracy": 0.5,
+        "eval/accuracy_se": (0.25 / 6) ** 0.5,
         "eval/length_mean": 4,
         "eval/finished_fraction": 1,
         "eval/avg_at_2": 0.25,
@@ -77,6 +78,17 @@ def test_greedy_and_sampled_metrics_of_every_set() -> None:
     sampled = replace(BEHAVIOR, temperature=0.5, top_p=1.0, min_p=0.0, max_new_tokens=7)
     assert sampler.asked.count(greedy) == 3
     assert sampler.asked.count(sampled) == 6
+
+
+def test_a_mean_has_a_standard_error_over_prompts() -> None:
+    """A hundred right answers leave some doubt, four leave much, and one shows nothing."""
+    errors = []
+    for number in (1, 4, 100):
+        metrics, _ = measure(EvalConfig(), {"": {str(place): [1] for place in range(number)}})
+        errors.append(metrics.get("eval/accuracy_se", 1.0))
+    assert errors == pytest.approx([1.0, (0.75 * 0.25 / 8) ** 0.5, (102 / 104 * 2 / 104 / 104) ** 0.5])
+    metrics, _ = measure(EvalConfig(), {"": {"a": [0.5], "b": [1.5], "c": [1.0]}}, "reward")
+    assert metrics["eval/reward_se"] == pytest.approx(0.5 / 3**0.5)
 
 
 def test_an_answer_without_a_reward_is_wrong(caplog: pytest.LogCaptureFixture) -> None:

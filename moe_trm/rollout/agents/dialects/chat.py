@@ -30,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 
 def read(body: object, facts: SessionFacts) -> ChatRequest:
     """See `Dialect.read`."""
-    fields = effective(body, FIELDS)
+    fields = effective(body, FIELDS, facts.model_names)
     messages = fields.get("messages")
     if not isinstance(messages, list):
         raise ApiError(400, "messages is a list with at least one message", param="messages")

@@ -20,7 +20,7 @@ FIELDS = frozenset({"prompt", "stop", "stream_options", "logprobs", "max_tokens"
 
 def read(body: object, facts: SessionFacts) -> CompletionRequest:
     """See `Dialect.read`."""
-    fields = effective(body, FIELDS)
+    fields = effective(body, FIELDS, facts.model_names)
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         [prompt] = prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.messages import Message
+from moe_trm.rollout.agents.parameters import MODEL
 from moe_trm.rollout.agents.request import Request
 from moe_trm.rollout.agents.tree import Node
 from moe_trm.tasks.tokens import Tokens
@@ -27,11 +28,13 @@ class SessionFacts:
         params: the run's sampling.
         reads_calls: tool calls are found in answers.
         kept: conversations up to an answer, by the name of the answer.
+        model_names: names of the policy.
     """
 
     params: SamplingParams
     reads_calls: bool
     kept: Mapping[str, tuple[Message, ...]]
+    model_names: Collection[str] = (MODEL,)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,11 @@ from moe_trm.rollout.agents.tree import Node
 from moe_trm.tasks.tokens import Tokens
 
 NAME = "messages"
-FIELDS = frozenset({"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "output_config"})
+FIELDS = frozenset(
+    {"messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "output_config", "thread"}
+)
+NO_THREADS = "thread_unsupported_request"
+"""Code of a refusal after which the package's own loop over tools goes on with whole histories."""
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -45,8 +49,11 @@ Chat = list[Mapping[str, Any]]
 
 def read(body: object, facts: SessionFacts) -> ChatRequest:
     """See `Dialect.read`."""
-    fields = effective(body, FIELDS)
+    fields = effective(body, FIELDS, facts.model_names)
     messages = fields.get("messages")
+    if "thread" in fields:
+        text = "conversations are not kept by this interface; send the whole history without `thread`"
+        raise ApiError(400, text, param="thread", code=NO_THREADS)
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages is a list with at least one message", param="messages")
     made: Chat = []
@@ -263,10 +270,14 @@ def count(num_tokens: int) -> Body:
 
 
 def refusal(error: ApiError) -> Body:
-    """See `Dialect.refusal`. Clients recognise a conversation that is too long by the words of the message."""
+    """See `Dialect.refusal`. Clients recognise a conversation that is too long by the words of the message, and an
+    interface without threads by its details.
+    """
     kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""
-    inner = {"type": kind, "message": too_long + error.message, "param": error.param, "code": error.code}
+    inner: Body = {"type": kind, "message": too_long + error.message, "param": error.param, "code": error.code}
+    if error.code == NO_THREADS:
+        inner["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     return {"type": "error", "error": inner, "request_id": None}
 
 

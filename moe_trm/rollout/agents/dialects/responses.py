@@ -54,7 +54,7 @@ Item = Mapping[str, Any]
 
 def read(body: object, facts: SessionFacts) -> ChatRequest:
     """See `Dialect.read`."""
-    fields = effective(body, FIELDS)
+    fields = effective(body, FIELDS, facts.model_names)
     items = fields.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):

@@ -66,7 +66,7 @@ def run(test: Callable[[Served], Awaitable[None]], engine: SpeakingEngine, limit
         async with serving(engine, limits) as served:
             await test(served)
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 600))
 
 
 def user(text: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,7 +47,7 @@ def good_body(path: str) -> dict[str, Any]:
     if path == "completions":
         return {"model": "policy", "prompt": "hi", "stop": ["c"], "max_tokens": 5, "logprobs": 1}
     client = CLIENTS[PATHS[path]]
-    body = client.body(client.__new__(client), HISTORY, [TOOL])
+    body = client.body(client.__new__(client), deepcopy(HISTORY), [TOOL])
     return {"model": "policy", "stream": False, **body, "metadata": {}, "chat_template_kwargs": {"a": 1}}
 
 
@@ -170,7 +171,7 @@ def test_a_key_opens_its_own_session_in_every_dialect(path: str) -> None:
 def test_what_the_policy_cannot_be_given_is_refused_alike(name: str, change: str, words: str) -> None:
     def body() -> dict[str, Any]:
         client = CLIENTS[name]
-        made: dict[str, Any] = client.body(client.__new__(client), HISTORY, [TOOL])
+        made: dict[str, Any] = client.body(client.__new__(client), deepcopy(HISTORY), [TOOL])
         messages = made["input" if name == "responses" else "messages"]
         match change:
             case "no call":
@@ -194,6 +195,31 @@ def test_what_the_policy_cannot_be_given_is_refused_alike(name: str, change: str
         finally:
             await client.close()
         assert served.session.counts == {"refused": 1}
+
+    run(talk, SpeakingEngine(speaker("hello")))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_policy_has_the_names_that_the_run_gives_it_and_no_others(path: str) -> None:
+    async def talk(served: Served) -> None:
+        named = LiveSession(replace(served.session._policy, model_names=("policy", "gpt-5.5")), PARAMS, bare=False)
+        addresses = {"named": served.server.open(named), "not named": served.address}
+        statuses = {}
+        for session, address in addresses.items():
+            async with aiohttp.ClientSession(headers={"x-api-key": address.api_key}) as http:
+                for name in ("policy", "gpt-5.5", "gpt-5", ["policy"]):
+                    async with http.post(f"{address.base_url}/{path}", json=good_body(path) | {"model": name}) as got:
+                        statuses[session, str(name)] = got.status
+                        body = await got.json()
+                        assert got.status == 200 or "agent.model_names" in body["error"]["message"]
+                        assert body.get("model", "policy") == "policy"
+        assert [statuses["named", name] for name in ("policy", "gpt-5.5", "gpt-5", "['policy']")] == [
+            200,
+            200,
+            404,
+            404,
+        ]
+        assert statuses["not named", "gpt-5.5"] == 404
 
     run(talk, SpeakingEngine(speaker("hello")))
 

@@ -53,8 +53,15 @@ DEEDS: dict[str, tuple[list[str], float]] = {
     ),
     "writes elsewhere": ([*(f"echo > {place}/{MARK}" for place in PLACES), REPAIR], 1.0),
     "changes the test": (["echo > test_it.py; ln -sf /etc/passwd test_it.py"], 0.0),
-    "leaves a program": (["nohup sh -c 'while sleep 1; do echo > shop.py; done' >/dev/null 2>&1 &", REPAIR], 1.0),
+    # It does nothing until the test is written again, which is after the agent.
+    "leaves a program": (
+        ["rm test_it.py; (until [ -e test_it.py ]; do sleep .01; done; echo > shop.py) >/dev/null 2>&1 &", REPAIR],
+        1.0,
+    ),
 }
+ENDED = ("hangs", "forks without end")
+"""These are worth nothing, however soon they are ended. The others have time, whatever else the machine does."""
+SOON, LATER = ("--seconds", "15"), ("--seconds", "400", "--test-seconds", "200")
 
 
 def needs_namespaces() -> None:
@@ -82,14 +89,23 @@ def policy() -> Policy:
     return Policy(SpeakingEngine(speak), TOKENS, AnswerReader(), Limits(12, 50_000))
 
 
-def samples(deeds: Sequence[str], most_at_once: int, options: Sequence[str] = ()) -> list[tuple[Any, SessionTree]]:
+def samples(deeds: Sequence[str], most_at_once: int) -> list[tuple[Any, SessionTree]]:
     """Reward and conversation of one sample for each deed, all at the same time."""
 
     async def go() -> list[tuple[Any, SessionTree]]:
-        command = [sys.executable, str(EXAMPLE / "sample.py"), *options, "--", *AGENT]
-        host = CommandHost(command, limit_s=300.0, most_at_once=most_at_once, max_output_bytes=1 << 20)
+        program = [sys.executable, str(EXAMPLE / "sample.py")]
+        soon, later = (
+            CommandHost(
+                [*program, *options, "--", *AGENT],
+                limit_s=900.0,
+                most_at_once=most_at_once,
+                max_output_bytes=1 << 20,
+            )
+            for options in (SOON, LATER)
+        )
         server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)
-        await host.start()
+        await soon.start()
+        await later.start()
         await server.start()
         shared = policy()
 
@@ -99,6 +115,7 @@ def samples(deeds: Sequence[str], most_at_once: int, options: Sequence[str] = ()
             text = f"{ROW['prompt']} Deed: {deed}."
             prompt: Mapping[str, Any] = {"prompt_id": deed, "text": text, "messages": [], "answer": "", "extra": ROW}
             payload = {"base_url": address.base_url, "api_key": address.api_key, "prompt": prompt}
+            host = soon if deed in ENDED else later
             try:
                 return await host.call(payload, lambda: nothing), session.tree
             finally:
@@ -107,13 +124,14 @@ def samples(deeds: Sequence[str], most_at_once: int, options: Sequence[str] = ()
         try:
             return await asyncio.gather(*map(sample, deeds))
         finally:
-            await host.close()
+            await soon.close()
+            await later.close()
             await server.close()
 
     async def nothing(op: str, arguments: Mapping[str, Any]) -> None:
         raise AssertionError(op)
 
-    return asyncio.run(asyncio.wait_for(go(), 500))
+    return asyncio.run(asyncio.wait_for(go(), 1000))
 
 
 def check(results: Sequence[tuple[Any, SessionTree]], deeds: Sequence[str]) -> None:
@@ -129,7 +147,7 @@ def check(results: Sequence[tuple[Any, SessionTree]], deeds: Sequence[str]) -> N
 
 def test_what_a_policy_does_costs_its_own_sample_only() -> None:
     needs_namespaces()
-    check(samples([*DEEDS], 6, ["--seconds", "15"]), [*DEEDS])
+    check(samples([*DEEDS], 6), [*DEEDS])
 
 
 def passes(row: Mapping[str, Any], command: str) -> bool:
@@ -162,7 +180,7 @@ def test_sixty_four_at_once() -> None:
     needs_namespaces()
     deeds = [deed for deed in DEEDS if deed != "forks without end"]
     mixed = (deeds * 8)[:64]
-    results = samples(mixed, 64, ["--seconds", "120"])
+    results = samples(mixed, 64)
     assert [(deed, reward) for deed, (reward, _) in zip(mixed, results, strict=True)] == [
         (deed, DEEDS[deed][1]) for deed in mixed
     ]

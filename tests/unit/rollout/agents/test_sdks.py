@@ -150,6 +150,28 @@ def test_parallel_calls_thinking_and_counts_over_messages() -> None:
     with_clients(SpeakingEngine(said), talk)
 
 
+def test_anthropics_own_loop_over_tools_goes_on_with_whole_histories() -> None:
+    """It asks for a conversation that the server keeps, and does without."""
+    results = []
+
+    async def add(a: int) -> str:
+        results.append(a)
+        return "2"
+
+    async def talk(served: Served, _: openai.AsyncOpenAI, client: Any) -> None:
+        question: Any = [{"role": "user", "content": "1 + 1?"}]
+        tools = [anthropic.beta_async_tool(add, name="add", description="adds")]
+        asked: Any = {"model": "policy", "max_tokens": 200, "messages": question, "tools": tools}
+        answers = [answer async for answer in client.beta.messages.tool_runner(**asked)]
+        assert answers[-1].content[0].text == "It is 2."
+        assert results == [1]
+        [leaf] = served.session.tree.leaves()
+        assert [node.dialect for node in leaf.path()] == ["messages"] * 2
+        assert served.session.counts["refused"] == 1
+
+    with_clients(SpeakingEngine(speaker(f"I add. {CALL}", "It is 2.")), talk)
+
+
 def test_refusals_are_those_that_the_clients_know() -> None:
     async def talk(served: Served, ours: openai.AsyncOpenAI, theirs: Any) -> None:
         asked: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}

@@ -167,3 +167,16 @@ def test_weights_name_rewards_that_are_returned(
     with pytest.raises(ConfigError, match="have a weight and are not returned") as refused:
         try_task(run)
     assert (refused.value.where, refused.value.got) == ("task.reward_weights", unknown)
+
+
+def test_characters_without_a_token_are_named(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    try_task(config(checkpoint, tmp_path, ""))
+    assert not caplog.records
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1→2é=", "answer": "π"}\n{"prompt": "1+é=", "answer": "3"}\n')
+    try_task(config(checkpoint, tmp_path, "", prompts=str(tmp_path / "rows.jsonl")))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the tokenizer has no token for 3 of the characters in prompts and answers, so the policy can neither read nor "
+        "write them: 'é' 'π' '→'"
+    ]

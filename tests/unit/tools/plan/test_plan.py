@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_trm.cli import main
+from moe_trm.cli import COMMANDS, main
 from moe_trm.config import load
 from moe_trm.errors import BundleError, CheckpointError, ConfigError
 from moe_trm.recording.bundle import BundleReader
@@ -80,6 +80,22 @@ def test_pages_fit_80_columns_and_json_has_the_same(
     assert sum(line.endswith("  *") for line in shown.splitlines()) == 1
 
 
+def test_routes_without_replay_are_said_to_be_for_the_probe() -> None:
+    probed = page(plan(overrides=("replay.mode=none",)))
+    assert "probe.every=0 leaves them out" in probed
+    assert "routes, wire" not in page(plan(overrides=("replay.mode=none", "probe.every=0")))
+    assert "probe.every=0" not in page(plan(overrides=("replay.mode=R3",)))
+
+
+def test_examples_of_its_own_help_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a fresh clone, which has no weights."""
+    [examples] = [command.examples for command in COMMANDS if command.name == "plan"]
+    for example in examples:
+        words = example.replace(" --json plan.json", "").split()
+        assert main(["plan", str(ROOT / words[0]), *words[1:]]) == 0
+    assert "of 141.00 GB: fits" in capsys.readouterr().out
+
+
 def test_the_command_writes_json_and_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     assert main(command("--nodes", "4", "--json", str(out), "--median-tokens", "300")) == 0
@@ -123,7 +139,8 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["plan", QWEN_4_NODES, "--nodes", "4"], "checkpoint folder not found"),
+        (["plan", QWEN_4_NODES, "--nodes", "4"], "A plan needs no weights: --hf-config qwen3_30b_a3b."),
+        (["plan", "--nodes", "4"], "or --hf-config"),
         (["plan", QWEN_4_NODES, "--hf-config", "no_such.json"], "config.json cannot be read"),
         (command("--gpu", "abacus"), "one of a100-40, a100, h100, h200, b200"),
         (command("--nodes", "0"), "no such machine"),

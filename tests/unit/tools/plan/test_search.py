@@ -63,6 +63,8 @@ def test_plans_load_fit_and_are_what_they_say(model: str, nodes: int) -> None:
     shown = proposals(result, before)
     assert max(len(line) for line in shown.splitlines() if "=" not in line) <= 80
     assert all(bottleneck(plan).split()[0] in shown for plan in result.plans)
+    stale = [plan for plan in result.plans if plan.config.pipeline.mode == "async"]
+    assert shown.count("asynchronous, unlike the configuration") == len(stale) > 0
 
 
 def test_a_model_that_fits_nowhere_is_a_sentence() -> None:
