@@ -119,6 +119,24 @@ def test_what_is_dropped_beyond_the_refills_leaves_its_place_empty() -> None:
     assert ledger.dropped["zero_variance"] == 2
 
 
+def test_each_group_that_is_replaced_costs_one_refill() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, refills=2)
+    for number in range(3):
+        opened(store, ledger, number, 1)
+        admit(store, ledger, number, group(number, [0]), drop="zero_variance" if number < 2 else None)
+    assert store.held() == [2]
+
+
+def test_groups_that_are_sampled_or_empty_have_no_age() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, max_age=1)
+    opened(store, ledger, 0, 1)
+    assert store.ages(1) == {}
+    admit(store, ledger, 0, ["mask_sum"])
+    assert store.ages(1) == {}
+
+
 def test_taking_twice_gives_nothing_twice() -> None:
     ledger = Ledger()
     store = GroupStore(ledger)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_trm import losses
+from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs
 from moe_trm.losses.covariance import clip_cov_candidates
 from moe_trm.losses.espo import entropy_bins
@@ -46,6 +47,12 @@ def test_aspo_turns_positive_ratios_round_and_bounds_both_weights(
     inputs, current = one_token(math.log(ratio), advantage)
     losses.get("aspo")(inputs, dual_clip=3.0).values.sum().backward()
     assert current.grad.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize("name", ["tau_positive", "tau_negative"])
+def test_sapo_refuses_a_gate_without_slope(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0"):
+        losses.get("sapo")(one_token(0.0, 1.0)[0], **{name: 0.0})
 
 
 def test_ppo_metrics_count_clipped_tokens(fx: WorkedExample) -> None:

@@ -12,6 +12,10 @@ from routing.replay.proof import due_tokens, locate
 GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2)]
 
 
+def test_padding_is_for_two_pieces_of_each_context_rank() -> None:
+    assert [padding_multiple(cp, sp) for cp, sp in ((1, 1), (1, 2), (2, 1), (2, 2))] == [1, 2, 4, 8]
+
+
 def ranks(batch: int, length: int, cp: int, sp: int) -> list[Layout]:
     return [Layout(batch, length, cp, c, sp, s) for c in range(cp) for s in range(sp)]
 

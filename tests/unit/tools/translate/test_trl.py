@@ -86,6 +86,8 @@ def test_a_whole_configuration(tmp_path: Path) -> None:
         ({"beta": 0.04, "use_bias_correction_kl": True}, {"kl.estimator": "k3_is", "kl.ratio": "update"}),
         ({"mask_truncated_completions": True}, {"batch.overlong": "mask"}),
         ({"fp16": True, "bf16": False}, {"learner.dtype": "float16"}),
+        ({"gradient_checkpointing": True}, {"learner.recompute": "full"}),
+        ({"gradient_checkpointing": False}, {"learner.recompute": "none"}),
         ({"use_peft": True, "lora_r": 8}, {"learner.lora.rank": 8, "learner.lora.alpha": 32}),
         ({"vllm_importance_sampling_correction": False}, {"correction.rules": []}),
     ],
