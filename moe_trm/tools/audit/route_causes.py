@@ -196,11 +196,12 @@ def _fault(
     scores: Sequence[RowScores], number: int, region: tuple[int, int], same: dict[int, Array], layers: Array,
     num_experts: int,
 ) -> RouteFault:  # fmt: skip
-    """The cause of one row: filler in its region, else what explains the whole row, else what explains the region."""
+    """The cause of one row: filler in its region, else what explains the whole row, its region, or a half of it."""
     row, (start, stop) = scores[number], region
     if _filler(row, same[number], num_experts)[start:stop].mean() >= 0.5:
         return RouteFault(number, start, stop, "padded", {"own": float(same[number][start:stop].mean())})
-    for start, stop in ((0, len(row.live)), region):
+    end, middle = len(row.live), len(row.live) // 2
+    for start, stop in ((0, end), region, (middle, end), (0, middle)):
         recorded, in_place = _recorded(row)[start:stop], float(same[number][start:stop].mean())
         cause, fit = _explained(scores, number, (start, stop), same)
         mapped = float(overlap(recorded, row.live[start:stop][:, layers]).mean())
@@ -209,7 +210,8 @@ def _fault(
             cause, fit = "layer", {"fit": mapped, "layers": ", ".join(moved[:4])}
         if cause != "none":
             return RouteFault(number, start, stop, cause, {"own": in_place, **fit})
-    chance = _chance(scores, number)
+    start, stop = region
+    in_place, chance = float(same[number][start:stop].mean()), _chance(scores, number)
     cause = "older weights" if in_place >= chance + RELATED else "unrelated"
     return RouteFault(number, start, stop, cause, {"own": in_place, "chance": chance})
 
