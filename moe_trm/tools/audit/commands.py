@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from moe_trm.config.engines import DEFAULT, SERVER_BACKENDS
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.servers.backend import backend_of
 from moe_trm.rollout.servers.http import EngineHttp
@@ -45,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", metavar="URL", help="an idle server with these weights: fixed texts are decoded and prefilled there"
     )
-    parser.add_argument("--engine-kind", choices=("sglang", "vllm"), default="sglang", help="of the server")
+    parser.add_argument("--engine-kind", choices=tuple(SERVER_BACKENDS), default=DEFAULT, help="of the server")
     parser.add_argument("--engine-dtype", choices=tuple(BOUNDS), default="bfloat16", help="of the server")
     parser.add_argument("--share", type=float, default=0.03, help="share of the rows in which a fault has to be found")
     parser.add_argument("--power", type=float, default=0.99, help="chance with which the sample has a row of it")
