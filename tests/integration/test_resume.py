@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -292,32 +291,6 @@ def test_a_second_signal_ends_the_run_at_once_and_leaves_a_report(folder: Path, 
     again = start(folder, name)
     assert again.wait() == 0, again.output
     assert books_balance(metrics_of(run))
-    assert timeless(metrics_of(run)) == timeless(metrics_of(alone))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["parents first", "children first"])
-def test_a_signal_to_every_process_saves_the_step(order: str, folder: Path, alone: Path) -> None:
-    """As systemd sends it, and PBS and `scancel --full`: to launcher, controller and ranks at once, in any order."""
-    name = f"everyone-{order.split()[0]}"
-    run, config = folder / name, str(folder / "config.yaml")
-    settings = [f"name={name}", "learner.parallel.expert=2", "checkpoint.every=0"]
-    command = [sys.executable, "-m", "moe_trm", "train", config, *settings]
-    job = Job(command, folder / f"{name}.log")
-    after_step(run, 1, job)
-    launcher = psutil.Process(job.process.pid)
-    everyone = [launcher, *launcher.children(recursive=True)]
-    assert len(everyone) >= 4
-    for process in everyone if order == "parents first" else reversed(everyone):
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
-    assert job.wait() == 128 + signal.SIGTERM, job.output
-    assert not still_running(everyone, 120)
-    num_steps = len(metrics_of(run)) - 1
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{num_steps:06d}"]
-    again = Job(command, folder / f"{name}-again.log")
-    assert again.wait() == 0, again.output
-    assert f"going on after step {num_steps}" in again.output or num_steps == STEPS
     assert timeless(metrics_of(run)) == timeless(metrics_of(alone))
 
 
