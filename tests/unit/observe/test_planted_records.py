@@ -113,7 +113,7 @@ PLANTS: dict[str, tuple[Plant, str, str]] = {
     "half of the groups of older weights": (half_of_older_weights, "jump", "a server that keeps older weights"),
     "routes four versions old": (older_routes, "jump", "routes are not what they were"),
     "a prefix cache that survived four pushes": (older_cache, "jump", "or a cache"),
-    "log-probs of another temperature": (other_temperature, "jump", "those of a higher temperature than the run's"),
+    "log-probs of another temperature": (other_temperature, "jump", "samples, labels or routes are not what they were"),
     "copied answers": (copies, "records", "answers are copies of others to the same prompt"),
     "one token tokenized again": (tokenized_again, "jump", "samples, labels or routes are not what they were"),
     "answers to another prompt": (swapped_prompts, "jump", "samples, labels or routes are not what they were"),
@@ -134,6 +134,12 @@ def test_what_is_planted_is_told_in_its_first_step(name: str) -> None:
     assert not set(run.cases[:CLEAN]) & set(ALARMS)
     assert run.cases[CLEAN] == case, run.sentences[CLEAN]
     assert words in run.sentences[CLEAN]
+
+
+def test_another_temperature_is_named_once_three_steps_agree() -> None:
+    run = done(PlantedRun(other_temperature), CLEAN + 3)
+    named = ["those of a higher temperature than the run's" in sentence for sentence in run.sentences]
+    assert named == [False] * (CLEAN + 2) + [True]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_evaluation_counts_unfinished_answers_as_wrong() -> None:
     metrics = asyncio.run(controller_with(FakeEngine()).evaluate())
     assert metrics == {
         "eval/accuracy": 0.5,
+        "eval/accuracy_se": pytest.approx((0.5 * 0.5 / 8) ** 0.5),
         "eval/finished_fraction": 0.75,
         "eval/length_mean": 2.0,
         "eval/prompts": 4.0,
