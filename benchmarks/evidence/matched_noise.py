@@ -29,7 +29,7 @@ from moe_trm.sync.rounding import Rounding, RouterNoise
 from moe_trm.tasks.problems import draw
 from routing.judge.flips import flips
 
-CHECKPOINT, FORMAT = Path("runs/deep-start"), "fp8_e4m3"
+CHECKPOINT, FORMAT = Path("runs/deep-start"), "int4"
 PROBLEMS, MAX_DIGITS, DRAWS = 32, 3, 3
 
 

@@ -29,8 +29,8 @@ RECIPE = replace(WarmupRecipe(), batch_size=48, max_digits=5, lr=1e-3, max_new_t
 STEPS = 240
 """Half of the schedule: a learning rate that has not come down leaves entropy, and a start that RL can improve."""
 DEEP = TinyShape(layers=24, hidden=64, heads=2, kv_heads=1, head_dim=32, experts=32, top_k=4, expert_ffn=32)
-DEEP_RECIPE, DEEP_STEPS = replace(RECIPE, max_digits=3, lr=1.5e-3, steps=1200, max_cpu_seconds=7200.0), 720
-"""Of the deep start, which also stops before the learning rate has come down."""
+DEEP_RECIPE, DEEP_STEPS = replace(RECIPE, max_digits=3, lr=1.5e-3, steps=1200, max_cpu_seconds=7200.0), 440
+"""Of the deep start, which also stops before the learning rate has come down: 600 steps leave little to learn."""
 SAID_EVERY = 40
 """Steps between two lines."""
 
