@@ -114,7 +114,7 @@ test-learners: $(STAMP) $(START)
 
 test-gpu-env: $(GPU_VENV)/tested ## in the environment for GPUs, what needs none: modules, learners, pushes, torchrun, doctor
 	$(QUIET_CORES) $(NO_GPU) $(GPU_VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow and not gpu" \
-		$(LEARNER_TESTS) $(GPU_ENV_TESTS) $(PYTEST_ARGS)
+		$(GPU_ENV_TESTS) $(PYTEST_ARGS)
 
 $(GPU_VENV)/tested: $(GPU_VENV)/installed requirements/cpu.txt
 	@sed -n '/^# tests and checks/,/^$$/p' requirements/cpu.txt > $(GPU_VENV)/tests.txt

@@ -4,7 +4,8 @@
 recorded run (`record.bundle`), or a short run that it makes itself on a checkpoint with the real engines.
 
 Rules that compare one score with one threshold are tried on a grid of thresholds. Each threshold is chosen to reject a
-given share of rows (of tokens, for rules on tokens). Presets and other rules are used as they are. A row counts as
+given share of rows (of tokens, for rules on tokens). Presets and other rules are used as they are. The last row, `of
+the run`, has the rules that the recorded run was configured with, its own functions among them. A row counts as
 rejected when it lost a token. The measured rate of TRM-Max is shown beside 1 - (1 - p)^T: the rate if tokens violated
 independently with the measured probability p.
 """
@@ -25,18 +26,21 @@ from benchmarks.options import command_line
 from benchmarks.short_run import record_run, starting_checkpoint
 from benchmarks.table import Row, report
 from moe_trm import corrections
+from moe_trm.config.schema import Config
 from moe_trm.corrections import BoundRule, Evidence
 from moe_trm.diagnostics.bounds import acceptance_probability
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Learner
 from moe_trm.recording.scores import ScoredUpdate
 from moe_trm.step.minibatch import gather_minibatch
+from moe_trm.step.recipe import recipe
 from moe_trm.tools.whatif.offline import RecordedLearner
 from moe_trm.tools.whatif.recording import load
 
 RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 QUOTED = (0.01, 0.05, 0.1)
 DECILES = 10
+OF_THE_RUN = "of the run"
 FIXED: Mapping[str, Mapping[str, float | str]] = {"ln_trm": {"delta": 0.01}}
 """Thresholds that are not calibrated and have no default."""
 KEY = """
@@ -115,8 +119,8 @@ def rates(
     )  # fmt: skip
 
 
-def all_rates(batches: Sequence[Evidence], strata: Strata) -> list[Rates]:
-    """Every rule over its grid, every rule without a score at its defaults, every preset."""
+def all_rates(batches: Sequence[Evidence], strata: Strata, config: Config | None = None) -> list[Rates]:
+    """Every rule over its grid, every rule without a score at its defaults, every preset, the rules of `config`."""
     results = []
     for name in corrections.names():
         rule, fixed = corrections.get(name), FIXED.get(name, {})
@@ -129,7 +133,19 @@ def all_rates(batches: Sequence[Evidence], strata: Strata) -> list[Rates]:
     for name, preset in corrections.presets.items():
         bound = [corrections.get(rule).bind(**thresholds) for rule, thresholds in preset.rules]
         results.append(rates(name, bound, batches, strata, None))
+    if config is not None and (bound := bound_rules(config, batches)):
+        results.append(rates(OF_THE_RUN, bound, batches, strata, None))
     return results
+
+
+def bound_rules(config: Config, batches: Sequence[Evidence]) -> list[BoundRule]:
+    """The rules of `correction`; those with a `target_reject_rate` with thresholds chosen on these batches."""
+    described = recipe(config)
+    chosen = []
+    for item in described.uncalibrated:
+        window = [corrections.scores(item.rule, evidence, **item.fixed) for evidence in batches]
+        chosen.append(corrections.calibrate(item.rule, window, item.target_reject_rate, **item.fixed))
+    return [*described.rules, *chosen]
 
 
 def predictions(batches: Sequence[Evidence], strata: Strata) -> list[Prediction]:
@@ -155,6 +171,8 @@ def table(results: Sequence[Rates], predicted: Sequence[Prediction]) -> list[Row
     for rule_rates in results:
         if rule_rates.target is None or rule_rates.target in QUOTED:
             shown = {k.split(".")[1]: v for k, v in rule_rates.setting.items()} if rule_rates.target is not None else {}
+            if rule_rates.rule == OF_THE_RUN:
+                shown = rule_rates.setting
             threshold = ", ".join(
                 f"{key}={value:.4g}" if isinstance(value, float) else str(value) for key, value in shown.items()
             )
@@ -209,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     batches = evidences(update for updates in recording.steps.values() for update in updates)
     strata = Strata(batches)
-    results, predicted = all_rates(batches, strata), predictions(batches, strata)
+    results, predicted = all_rates(batches, strata, recording.config), predictions(batches, strata)
     what = (
         f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths "
         f"{strata.length.min():.0f} to {strata.length.max():.0f}"

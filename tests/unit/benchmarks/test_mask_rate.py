@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from benchmarks.mask_rate import Strata, all_rates, evidences, predictions, rates, table
+from benchmarks.mask_rate import OF_THE_RUN, Strata, all_rates, evidences, predictions, rates, table
 from moe_trm import corrections
+from moe_trm.config.schema import Config
 from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
 
 ROWS, COLUMNS = 200, 64
@@ -71,3 +72,21 @@ def test_thresholds_of_the_grid_reject_what_they_were_chosen_for() -> None:
         if one.target is not None and one.rule.startswith("seq_"):
             assert one.rows <= one.target + 1e-9
     assert table(results, predictions(found, strata))
+
+
+def test_the_rules_of_the_run_have_a_row() -> None:
+    """One of its own, and one whose threshold is chosen on what was recorded."""
+    rules = [
+        {"name": "examples/own_methods/methods.py:negative_gap_mask", "thresholds": {"max_gap": 0.2}},
+        {"name": "seq_max_k2", "target_reject_rate": 0.25},
+    ]
+    batches = evidences([noise()])
+    strata = Strata(batches)
+    config = Config.model_validate({"model": {"checkpoint": "model"}, "correction": {"rules": rules}})
+    last = all_rates(batches, strata, config)[-1]
+    assert last.rule == OF_THE_RUN
+    assert {key.split(".")[0] for key in last.setting} == {"negative_gap_mask", "seq_max_k2"}
+    [line] = [line for line in table([last], []) if line["rule"] == OF_THE_RUN]
+    assert "negative_gap_mask" in str(line["thresholds"])
+    assert 0 < last.rows < 1
+    assert all_rates(batches, strata)[-1].rule != OF_THE_RUN

@@ -351,7 +351,7 @@ def test_a_request_whose_body_breaks_off_leaves_nothing(path: str, sent: bytes) 
         writer.write_eof()
         answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
-        assert not answer or answer.startswith(b"HTTP/1.1 400")
+        assert not answer or answer.split(b" ")[1] == b"400"
         assert not served.session.tree.nodes
         assert not served.session.failure.done()
         assert (await served.say(user("?"))).choices[0].message.content == "hello"
