@@ -40,6 +40,7 @@ GROUPS = {
     "integration/test_retraction.py": "tiny server",
     "integration/test_sampling_mask_engine.py": "tiny server",
     "integration/test_server_security.py": "tiny server",
+    "integration/test_audit_server.py": "tiny server",
     "integration/test_several_servers.py": "tiny server",
     "integration/test_sglang_kernels.py": "tiny server",
     "integration/test_slow_keeper.py": "tiny server",

@@ -136,19 +136,26 @@ async def _prefill(backend: ServerBackend, http: EngineHttp, token_ids: Sequence
 
 def learner_states(learner: Learner, ids_BT: Tensor, num_layers: int) -> Mapping[str, Tensor]:
     """As `served_states`, of one text in this learner; its last token is only a target, and has none."""
-    by_module: dict[str, Tensor] = {}
+    with keeping_states(learner, num_layers) as by_name:
+        learner.score([batch_of(ids_BT)], [Native()], temperature=1.0)
+    return {name: state[: ids_BT.shape[1] - 1] for name, state in by_name.items()}
+
+
+@contextmanager
+def keeping_states(learner: Learner, num_layers: int) -> Iterator[Mapping[str, Tensor]]:
+    """The hidden states of the last pass inside the `with`, by name: `[N, D]` of this rank's layers and tokens."""
+    by_name: dict[str, Tensor] = {}
 
     def keep(names: tuple[str, str], module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
         # A norm that is fused with the next operation does nothing here.
         states = zip(names, (args[0], output), strict=True) if output is not args[0] else [(names[0], args[0])]
-        by_module.update((name, state.detach().reshape(-1, state.shape[-1]).cpu().clone()) for name, state in states)
+        by_name.update((name, state.detach().reshape(-1, state.shape[-1]).cpu().clone()) for name, state in states)
 
     with ExitStack() as hooks:
         for name, module in learner.named_modules():
             if (names := around_norm(name, num_layers)) is not None:
                 hooks.callback(module.register_forward_hook(partial(keep, names)).remove)
-        learner.score([batch_of(ids_BT)], [Native()], temperature=1.0)
-    return {name: state[: ids_BT.shape[1] - 1] for name, state in by_module.items()}
+        yield by_name
 
 
 def differences(served: Mapping[str, Tensor], learner: Mapping[str, Tensor]) -> Iterator[Difference]:

@@ -192,7 +192,8 @@ class Learner(Resumable, Protocol):
         """
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """The modules of this rank's model, by the names of its implementation, as they are called in a pass.
+        """The modules of this rank's model, by the names of its implementation with global layer numbers, as they are
+        called in a pass.
 
         None of a learner that is not made of torch's modules.
         """

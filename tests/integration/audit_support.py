@@ -5,7 +5,7 @@ Shape letters: B rows, T tokens of a row, P of its prompt, S sampled ones, L lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,19 @@ class Engine:
     def logprobs(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
         return (self._causal(ids).logits.float() / temperature).log_softmax(-1)
 
+    def decoder(self, temperature: float) -> Callable[[Tensor], Tensor]:
+        """`[B, V]` log-probs of the next token; each call has longer ids, and computes what is new of them."""
+        cache, seen = None, 0
+
+        @torch.no_grad()
+        def step(ids: Tensor) -> Tensor:
+            nonlocal cache, seen
+            output = self._causal(ids[:, seen:], past_key_values=cache, use_cache=True)
+            cache, seen = output.past_key_values, ids.shape[1]
+            return (output.logits[:, -1].float() / temperature).log_softmax(-1)
+
+        return step
+
     @torch.no_grad()
     def score(self, ids: Tensor, temperature: float = 1.0) -> Scored:
         inputs, targets = ids[:, :-1], ids[:, 1:]
@@ -67,9 +80,9 @@ def sample(engine: Engine, *, temperature: float = 1.0, top_p: float = 1.0, seed
     """`[B, T]` ids."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(4, 120, (PROMPTS, P), generator=generator).repeat_interleave(GROUP, dim=0)
-    ids = prompts
+    ids, decoder = prompts, engine.decoder(temperature)
     for _ in range(S):
-        probs = engine.logprobs(ids, temperature)[:, -1].exp()
+        probs = decoder(ids).exp()
         ids = torch.cat([ids, torch.multinomial(probs * kept(probs, top_p), 1, generator=generator)], dim=1)
     return ids
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +18,7 @@ from moe_trm.learner.base import LearnerBase, adds_in_order, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.layer_noise import LayerNoise
+from moe_trm.learner.megatron.model import global_modules
 from moe_trm.learner.megatron.optimizer import MegatronGuardedOptimizer
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -83,7 +83,7 @@ class MegatronLearner(LearnerBase):
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """See `Learner.named_modules`."""
-        return chain.from_iterable(chunk.named_modules() for chunk in self._chunks)
+        return global_modules(self._chunks)
 
     @torch.no_grad()
     def score(

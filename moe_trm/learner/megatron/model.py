@@ -203,6 +203,14 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torc
             yield name, parameter
 
 
+def global_modules(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """This rank's modules under their names with global layer numbers."""
+    for chunk in chunks:
+        first_layer = _first_layer(chunk)
+        for local, module in chunk.named_modules():
+            yield convert.with_layer(local, first_layer), module
+
+
 def _first_layer(chunk: PolicyModel) -> int:
     """0-based number in the whole model of the chunk's first layer; of a chunk without layers, any number does."""
     layers = chunk.decoder.layers

@@ -78,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
         audit.answers.extend(asyncio.run(_server(args, dump, model)))
     args.page.write_text(render(audit), encoding="utf-8")
     failed = sum(answer.status == "fail" for answer in audit.answers)
-    print(f"\n{failed} faults, {time.perf_counter() - started:.0f} s; page: {args.page}", flush=True)
+    print(
+        f"\n{failed} fault{'s' * (failed != 1)}, {time.perf_counter() - started:.0f} s; page: {args.page}", flush=True
+    )
     if args.json:
         document = {"healthy": audit.healthy, **asdict(audit)}
         args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

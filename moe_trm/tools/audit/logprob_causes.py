@@ -22,17 +22,18 @@ from moe_trm.tools.audit.misplaced import misplaced
 from moe_trm.tools.audit.power import row_power
 from moe_trm.tools.audit.reference import PolicyScores, RowScores
 from moe_trm.tools.audit.route_causes import overlap
-from moe_trm.tools.doctor.causes import ENOUGH, LARGE, Cause, Finding, find_cause
+from moe_trm.tools.doctor.causes import ENOUGH, EXPLAINED, LARGE, WARMER, Cause, Finding, find_cause
 from moe_trm.tools.doctor.examine import HARMLESS
 from moe_trm.tools.doctor.measurements import Measurements, join, touched_experts
 
 Engine = Literal["rollout", "trainer"]
 ENGINES: tuple[Engine, ...] = ("rollout", "trainer")
-APART, ROW_K3 = 20.0, 0.05
-"""A row is judged by itself from this many times the usual k3 of a row's median token, and from this k3 of its own.
+APART, ROW_K3, UNROUTED_ROW_K3 = 20.0, 0.05, 0.2
+"""A row is judged by itself from this many times the usual k3 of a row's median token, and from this k3 of its own,
+which is larger where routes may differ.
 
-A clean row of a model with random weights reaches 0.007 when it flips an expert early, and 0.04 with routes of older
-weights. Two rows of other weights had 0.08 to 0.5.
+A clean row of a model with random weights reaches 0.007 when it flips an expert early, 0.06 without its routes, and
+0.04 with routes of older weights. Two rows of other weights had 0.08 to 0.5.
 """
 SECOND_ORDER = 0.1
 """k3 that the trace of a temperature may leave: it is exact to first order only."""
@@ -41,7 +42,8 @@ MOST_CELLS = 1 << 28
 
 SENTENCES: dict[Cause, str] = {
     "none": "They are those of the model to float32 rounding (k3 {replayed_k3:.1e}).",
-    "precision": "They differ from the model by rounding (k3 {replayed_k3:.1e} nats with the recorded routes).",
+    "precision": "They differ from the model by rounding (k3 {replayed_k3:.1e} nats with the recorded routes, "
+    "{size:.1e} in the median row).",
     "mask": "They are over other ids than the model's: {mask_explains:.0%} of the mismatch is the kept mass.",
     "temperature": "They are at about {temperature:.3g} times the stated temperature: that explains "
     "{temperature_explains:.0%} of the mismatch.",
@@ -51,7 +53,8 @@ SENTENCES: dict[Cause, str] = {
     "attention mask, or a stale prefix cache.",
     "routing": "Routers disagree with the model's on {flip_rate:.0%} of token-layers, and most of the mismatch goes "
     "with the recorded routes (k3 {native_k3:.1e}, then {replayed_k3:.1e}).",
-    "weights": "They differ from the model everywhere, far beyond rounding (k3 {replayed_k3:.1e}): other weights.",
+    "weights": "They differ from the model everywhere, far beyond rounding (k3 {replayed_k3:.1e}, {size:.1e} in the "
+    "median row): other weights.",
 }
 UNROUTED = (
     "They differ from the model by rounding and routing (k3 {k3:.1e} nats, {typical:.1e} of the median token). The "
@@ -181,10 +184,12 @@ def _cuts(scored: PolicyScores) -> bool:
 
 
 def _size(rows: Sequence[EngineRow]) -> float:
-    """k3 of the rows. Where routes may differ, that of the median token, because flips make few tokens large."""
+    """k3 of the median row, because one token may be off by whole nats. Where routes may differ, of the median token,
+    because flips make few tokens large.
+    """
     if not all(row.routed for row in rows):
         return _typical(rows)
-    return float(k3(np.concatenate([row.measurements.replayed for row in rows])).mean())
+    return float(np.median([k3(row.measurements.replayed).mean() for row in rows]))
 
 
 def _typical(rows: Sequence[EngineRow]) -> float:
@@ -195,18 +200,37 @@ def _typical(rows: Sequence[EngineRow]) -> float:
 def _cause(rows: Sequence[EngineRow]) -> Finding:
     """The doctor's cause.
 
-    Where routes may differ, a large mean alone does not show other weights. Where routers do, what replay leaves may.
+    A large mean alone does not show other weights: `_size` does. Where routers differ, what replay leaves may.
     """
     finding = find_cause(join([row.measurements for row in rows]))
-    if finding.cause == "routing" and finding.figures["replayed_k3"] >= LARGE:
+    if finding.cause == "routing" and _size(rows) >= LARGE:
         finding = replace(finding, cause="weights")
     if finding.cause == "temperature":
         tokens = join([row.measurements for row in rows])
         trace = finding.figures["temperature_slope"] * (tokens.full + tokens.entropy)
         finding = finding if k3(tokens.replayed - trace).mean() < SECOND_ORDER else replace(finding, cause="weights")
-    if finding.cause == "weights" and not all(row.routed for row in rows) and _size(rows) < LARGE:
+    if finding.cause == "weights" and _size(rows) < LARGE:
         return replace(finding, cause="precision")
+    if finding.cause == "weights" and not all(row.routed for row in rows):
+        return _typical_temperature(finding, rows)
     return finding
+
+
+def _typical_temperature(finding: Finding, rows: Sequence[EngineRow]) -> Finding:
+    """The temperature, where its trace explains the median token: flips make few tokens large, and hide it.
+
+    The slope has the least absolute deviations.
+    """
+    tokens = join([row.measurements for row in rows])
+    by = tokens.full + tokens.entropy
+    ratios, weights = tokens.replayed / np.where(by == 0, np.inf, by), np.abs(by)
+    order = np.argsort(ratios)
+    slope = float(ratios[order][np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)])
+    explained = 1 - float(np.median(np.abs(tokens.replayed - slope * by)) / np.median(np.abs(tokens.replayed)))
+    if explained < EXPLAINED or abs(slope) < WARMER:
+        return finding
+    figures = {**finding.figures, "temperature_slope": slope, "temperature_explains": explained}
+    return replace(finding, cause="temperature", figures=figures)
 
 
 def _split(rows: Sequence[EngineRow]) -> tuple[list[EngineRow], list[EngineRow]]:
@@ -216,7 +240,8 @@ def _split(rows: Sequence[EngineRow]) -> tuple[list[EngineRow], list[EngineRow]]
     """
     sizes, typical = (np.array([size([row]) for row in rows]) for size in (_size, _typical))
     enough = np.array([len(row.measurements) >= ENOUGH for row in rows])
-    off = enough & (sizes >= LARGE) & (typical >= np.maximum(ROW_K3, APART * np.median(typical)))
+    least = np.array([ROW_K3 if row.routed else UNROUTED_ROW_K3 for row in rows])
+    off = enough & (sizes >= LARGE) & (typical >= np.maximum(least, APART * np.median(typical)))
     return [r for r, is_off in zip(rows, off, strict=True) if not is_off], [
         r for r, is_off in zip(rows, off, strict=True) if is_off
     ]
@@ -238,10 +263,10 @@ def engine_answers(
     ):
         if finding is None:
             continue
-        figures = {**finding.figures, "temperature": 1 + finding.figures["temperature_slope"]}
+        figures = {**finding.figures, "temperature": 1 + finding.figures["temperature_slope"], "size": _size(part)}
         sentence = SENTENCES[finding.cause].format_map(figures)
         if finding.cause == "precision" and not all(row.routed for row in part):
-            sentence = UNROUTED.format(k3=finding.figures["replayed_k3"], typical=_size(part))
+            sentence = UNROUTED.format(k3=finding.figures["replayed_k3"], typical=figures["size"])
         status = HARMLESS.get(finding.cause, "fail")
         name = NAMES.get(finding.cause, finding.cause)
         if finding.cause == "weights":
@@ -261,17 +286,19 @@ def engine_answers(
                 judged,
                 tuple(scores[row.number].row.name for row in part) if named else (),
                 figures,
-                _excluded(len(part), rows, share) if not named and not engine_verdict.outliers else "",
+                _excluded(part, rows, share) if not named and not engine_verdict.outliers else "",
             )
         )
     return answers
 
 
-def _excluded(sample: int, rows: int, share: float) -> str:
+def _excluded(part: Sequence[EngineRow], rows: int, share: float) -> str:
+    median, least = ("row", ROW_K3) if all(row.routed for row in part) else ("token", UNROUTED_ROW_K3)
     return (
-        "Excluded: another temperature by more than 0.5%, another support, position faults, one bad expert, and rows "
-        f"of other weights that differ by a k3 of {LARGE:g} or more. Of such a fault in {share:.0%} of the rows, one "
-        f"is in the sample with {row_power(sample, rows, share):.1%}."
+        "Excluded: another temperature by more than 0.5%, another support, position faults, one bad expert, weights "
+        f"that set the median {median} apart by a k3 of {LARGE:g}, and single rows whose median token they set apart "
+        f"by {least:g}. Of such a fault in {share:.0%} of the rows, one is in the sample with "
+        f"{row_power(len(part), rows, share):.1%}."
     )
 
 
@@ -289,8 +316,10 @@ def by_version(scores: Sequence[RowScores], rows: Sequence[EngineRow]) -> str:
 
 
 def shares(scores: Sequence[RowScores], engine_verdict: EngineVerdict) -> dict[str, Interval]:
-    """Pooled k3 of the rollout against the model, with its own and with the recorded routes; empty without routes."""
-    rows = [row for row in engine_verdict.bulk if scores[row.number].replayed is not None]
+    """Pooled k3 of the rollout against the model, with its own and with the recorded routes; empty without the tokens'
+    own routes.
+    """
+    rows = [row for row in engine_verdict.bulk if row.routed]
     if not rows:
         return {}
     prompts: dict[bytes, int] = {}

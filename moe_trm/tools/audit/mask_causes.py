@@ -62,9 +62,10 @@ def mask_answer(scores: Sequence[RowScores], rows: int, share: float, fix: Calla
 
 
 def _gaps(row: RowScores) -> Array:
-    assert row.native is not None
-    assert row.native.gaps is not None
-    return row.native.gaps
+    """`[3, S]` of the routes under which the mask lacks less: an expert that rounding flipped moves probabilities."""
+    parts = [part.gaps for part in (row.native, row.replayed) if part is not None and part.gaps is not None]
+    gaps: Array = np.min(parts, axis=0)
+    return gaps
 
 
 def _outside(row: RowScores) -> Array:

@@ -1,6 +1,8 @@
 """`moe-trm doctor CONFIG`: whether this run will work, before it is started; each line passes or says what to do.
 
 `moe-trm doctor RUN --grown STEP STEP`: why the mismatch of a run grew between two of its checkpoints.
+
+`moe-trm doctor CONFIG --layouts A B`: where two layouts of the learner differ, on recorded rows.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from moe_trm.config import load
 from moe_trm.run_folder.growth import GROWTH_FILE
 from moe_trm.runtime.private import Scratch
 from moe_trm.tools.doctor.examine import Examination, examine
+from moe_trm.tools.doctor.layout_comparison import compare_layouts
 from moe_trm.tools.doctor.rehearsal import described
 from moe_trm.tools.growth.examine import examine_growth
 
@@ -43,13 +46,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="STEP",
         help="of a run that recorded a bundle: why its mismatch grew between these two checkpoints",
     )
-    parser.add_argument("--rows", type=int, default=32, metavar="N", help="with --grown: texts of each step")
+    parser.add_argument(
+        "--layouts",
+        nargs=2,
+        metavar="WORDS",
+        help="the first operation in which the learner differs between two layouts, each in quotes, such as "
+        "'learner.parallel.expert=2' or 'learner.backend=deepspeed ranks=2'; rows are those of record.bundle",
+    )
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help="with --grown: texts of each step (32); with --layouts: rows (8)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing failed, 1 otherwise."""
     if args.grown is not None:
         return grown(args)
+    if args.layouts is not None:
+        return layouts(args)
     started, overrides, absent = time.perf_counter(), [*args.overrides], ""
     with Scratch() as scratch:
         checkpoint = load(args.config, overrides).model.checkpoint
@@ -83,13 +97,24 @@ def run(args: argparse.Namespace) -> int:
 def grown(args: argparse.Namespace) -> int:
     """Print why the mismatch grew, and leave it in the run's folder for its report. 0: a cause is no failure."""
     with Scratch() as scratch:
-        growth = examine_growth(Path(args.config), tuple(args.grown), args.rows, scratch)
+        growth = examine_growth(Path(args.config), tuple(args.grown), args.rows or 32, scratch)
     for check in growth.checks:
         tell(check)
     text = json.dumps(asdict(growth), indent=2) + "\n"
     for path in (Path(args.config) / GROWTH_FILE, *([args.json] if args.json else [])):
         path.write_text(text, encoding="utf-8")
     return 0
+
+
+def layouts(args: argparse.Namespace) -> int:
+    """Print where two layouts differ. 0 when they agree, 1 otherwise."""
+    with Scratch() as scratch:
+        checks = compare_layouts(args.config, args.overrides, args.layouts, args.rows or 8, scratch, tell)
+    healthy = all(check.status != "fail" for check in checks)
+    if args.json:
+        document = {"healthy": healthy, "layouts": args.layouts, "checks": [asdict(check) for check in checks]}
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0 if healthy else 1
 
 
 def tell(check: Check) -> None:

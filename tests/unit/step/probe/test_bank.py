@@ -67,6 +67,7 @@ def test_the_rise_is_text_by_text_with_its_error() -> None:
     rise = sum(changes) / sum(tokens)
     squares = sum((change - rise * count) ** 2 for change, count in zip(changes, tokens, strict=True))
     assert now["bank/native_k3_rise_se"] == pytest.approx(math.sqrt(5 / 4 * squares) / sum(tokens))
+    assert measured(probes, texts(0.3))["bank/native_k3_rise"] == now["bank/native_k3_rise"], "since the first"
 
 
 def test_at_the_same_weights_nothing_rises_also_after_a_resumption_on_fewer_ranks() -> None:
