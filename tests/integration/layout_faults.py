@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.config.schema import Config
+from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner
 from moe_trm.tools.doctor import layout_rank
 
@@ -46,5 +47,5 @@ def faulty(fault: str, build: Callable[[Config], Learner]) -> Callable[[Config],
 
 
 if __name__ == "__main__":
-    layout_rank.build_learner = faulty(sys.argv[1], layout_rank.build_learner)
+    vars(layout_rank)["build_learner"] = faulty(sys.argv[1], build_learner)
     sys.exit(layout_rank.main(sys.argv[2:]))

@@ -166,7 +166,9 @@ def compare_layouts(
         tell(Check(f"layout {run.words}", "ok", f"{number} rows on {run.ranks} ranks in {seconds:.0f} s"))
         values.append(LayoutValues.read(out))
     dtype = max((run.config.learner.dtype for run in runs), key=[*BOUNDS].index)
-    checks = judge_layouts(*values, dtype, int(read_hf_config(first.config.model.checkpoint)["num_hidden_layers"]))
+    checks = judge_layouts(
+        values[0], values[1], dtype, int(read_hf_config(first.config.model.checkpoint)["num_hidden_layers"])
+    )
     for check in checks:
         tell(check)
     return checks
@@ -207,8 +209,8 @@ def start_ranks(run: LayoutRun, arguments: Sequence[str], out: Path) -> None:
             time.sleep(POLL_S)
     failed = [log for status, log in zip(statuses, logs, strict=True) if status]
     if failed:
-        words = last_error(failed[0].read_text(errors="replace")).replace(str(out), "FOLDER")
-        raise ProbeFailed("a rank of this layout failed", where=f"--layouts {run.words!r}", got=words)
+        last = last_error(failed[0].read_text(errors="replace")).replace(str(out), "FOLDER")
+        raise ProbeFailed("a rank of this layout failed", where=f"--layouts {run.words!r}", got=last)
 
 
 def judge_layouts(first: LayoutValues, second: LayoutValues, dtype: str, num_layers: int) -> list[Check]:
