@@ -268,7 +268,7 @@ class Run:
         kept = full_BSV.masked_fill(~samples.kept, torch.inf)
         tied = samples.kept & (full_BSV <= kept.amin(-1, keepdim=True) + TIED)
         log_mass, log_least = (full_BSV.masked_fill(~these, -torch.inf).logsumexp(-1) for these in (samples.kept, tied))
-        rows = zip(samples.kept.sum(-1), log_mass, log_least, old_BS - samples.logprobs, strict=True)
+        rows = zip(samples.kept.sum(-1), log_mass, log_least, old_BS, samples.logprobs, strict=True)
         self._refused_now = sum(bool(self._bounds.judge(*row).wrong.any()) for row in rows)
         self.refused += self._refused_now
 

@@ -9,7 +9,8 @@ The sampler keeps the ids of rank below `top_k` before which less than `top_p` o
 
 The learner's probabilities differ from the engine's. Errors of the logits that are at most e apart move the log-odds of
 a set's mass by at most e, so masses are compared by their log-odds. The tolerance is taken from what the two engines
-measurably disagree about, the log-ratios of the sampled tokens over their kept sets, which a false set leaves small.
+measurably disagree about, the log-odds of the sampled tokens over their kept sets, which a false set leaves alone.
+Their log-ratios would be too small a scale: near a probability of 1 they vanish, however far the logits are apart.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 MARGIN = 1e-3
 """Smallest difference of masses that counts, whatever it is in log-odds."""
 TOLERANCE = 0.25
 """Log-odds that are tolerated in any case: 0.013 of mass at top_p = 0.95, 0.05 at 0.8."""
-QUANTILE, TIMES, TIMES_LARGEST = 0.99, 8.0, 2.0
-"""The tolerance is `TIMES` this quantile of the absolute log-ratios, and at least `TIMES_LARGEST` their largest."""
+QUANTILE, TIMES, TIMES_LARGEST = 0.99, 5.0, 2.0
+"""The tolerance is `TIMES` this quantile of the differences of log-odds, and at least `TIMES_LARGEST` their largest."""
+LEAST_REST = 1e-3
+"""Least 1 - p that a log-ratio is divided by: nearer to 1, the difference of two log-probs is their rounding."""
 MANY = 12
-"""Log-ratios that show the size of the error; the tolerance of n fewer ones is `MANY` / n times as large."""
+"""Tokens that show the size of the error; the tolerance of n fewer ones is `MANY` / n times as large."""
 FEW_SETS = 0.01
 """Share of a row's sets beyond the tolerance, or one set, that flips of a router explain: one token in 500 at int4."""
 LONE = 4.0
@@ -78,13 +82,15 @@ class SamplerBounds:
         odds = self.floor / (1 - self.floor) * math.exp(-tolerance)
         return min(odds / (1 + odds), self.floor - MARGIN)
 
-    def judge(self, sizes_N: Tensor, log_mass_N: Tensor, log_least_N: Tensor, log_ratios_N: Tensor) -> JudgedSets:
+    def judge(
+        self, sizes_N: Tensor, log_mass_N: Tensor, log_least_N: Tensor, learner_N: Tensor, engine_N: Tensor
+    ) -> JudgedSets:
         """The sets of one row, of which the learner has the log of the mass, and of its least likely ids'.
 
         A few sets beyond the tolerance (`FEW_SETS`) are wrong only where they are `LONE` times as far away.
-        `log_ratios_N`: of the sampled tokens over their sets, learner to engine.
+        `learner_N`, `engine_N`: log-probs of the sampled tokens over their sets.
         """
-        tolerance = tolerated(log_ratios_N)
+        tolerance = tolerated(learner_N, engine_N)
         mass = log_mass_N.double().exp()
         rest = (mass - log_least_N.double().exp()).clamp(min=0.0)
         wrong = self._beyond(tolerance, sizes_N, mass, rest)
@@ -104,11 +110,22 @@ class SamplerBounds:
         return beyond
 
 
-def tolerated(log_ratios_N: Tensor) -> float:
-    """Tolerated difference of log-odds, from the log-ratios of learner to engine."""
-    if not len(log_ratios_N):
+def tolerated(learner_N: Tensor, engine_N: Tensor) -> float:
+    """Tolerated difference of log-odds, from the log-probs of the sampled tokens in learner and engine."""
+    if not len(learner_N):
         return TOLERANCE
-    size = log_ratios_N.detach().abs().double().sort().values
+    size = moved_odds(learner_N, engine_N).sort().values
     usual = float(size[math.floor(QUANTILE * (len(size) - 1))])
     measured = max(TOLERANCE, TIMES * usual, TIMES_LARGEST * float(size[-1]))
     return measured * max(1.0, MANY / len(size))
+
+
+def moved_odds(learner_N: Tensor, engine_N: Tensor) -> Tensor:
+    """`[N]` absolute differences of log-odds, at least: |log p - log p'| / max(1 - p, 1 - p', `LEAST_REST`).
+
+    The derivative of log p by the log-odds is 1 - p. The larger 1 - p is the cautious one: a set without its likely ids
+    gives the learner a probability of 1, and may not widen the tolerance by that.
+    """
+    learner, engine = learner_N.detach().double(), engine_N.detach().double()
+    rest = -torch.expm1(torch.minimum(learner, engine))
+    return (learner - engine).abs() / rest.clamp(min=LEAST_REST)

@@ -43,9 +43,9 @@ class MaskJudge:
             return
         assert batch.kept_offsets is not None, "the masses are of kept sets"
         mask = batch.mask & torch.tensor(fresh, device=batch.mask.device)[:, None]
-        log_ratios = (scores.logprobs.detach() - batch.rollout_logprobs)[mask]
         sizes = batch.kept_offsets.diff().to(mask.device)[mask[batch.mask]]
-        figures = (sizes, scores.log_kept_mass[mask], scores.log_kept_least[mask], log_ratios)
+        logprobs = (scores.logprobs.detach()[mask], batch.rollout_logprobs[mask])
+        figures = (sizes, scores.log_kept_mass[mask], scores.log_kept_least[mask], *logprobs)
         lengths = mask.sum(1).tolist()
         of_rows = zip(*(torch.split(values.cpu(), lengths) for values in figures), strict=True)
         for row, is_fresh, of_row in zip(batch.sample_ids, fresh, of_rows, strict=True):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from moe_trm.sampling_mask.bounds import LONE, MANY, TOLERANCE, SamplerBounds, tolerated
+from moe_trm.sampling_mask.bounds import (
+    LONE,
+    MANY,
+    TIMES,
+    TIMES_LARGEST,
+    TOLERANCE,
+    SamplerBounds,
+    moved_odds,
+    tolerated,
+)
 from moe_trm.sampling_mask.logprobs import TIED
 
 TOP_P, NUM_TOKENS, VOCABULARY = 0.95, 600, 64
@@ -31,10 +42,10 @@ class Sampled:
             return logprobs.masked_fill(~self.kept, -torch.inf).logsumexp(-1)
 
         at = self.sampled[:, None]
-        ratios = (self.learner - self.engine).gather(1, at)[:, 0] - over(self.learner) + over(self.engine)
+        of_tokens = [values.gather(1, at)[:, 0] - over(values) for values in (self.learner, self.engine)]
         lowest = self.learner.masked_fill(~self.kept, torch.inf).amin(-1, keepdim=True)
         tied = self.learner.masked_fill(~self.kept | (self.learner > lowest + TIED), -torch.inf).logsumexp(-1)
-        return bounds.judge(self.kept.sum(-1), over(self.learner), tied, ratios).wrong
+        return bounds.judge(self.kept.sum(-1), over(self.learner), tied, *of_tokens).wrong
 
 
 def sampled(error: float = 0.02, top_k: int = VOCABULARY, seed: int = 0) -> Sampled:
@@ -146,13 +157,13 @@ def test_ties_that_the_sampler_cannot_split_are_allowed() -> None:
     tied = logprobs[:, 1:].logsumexp(-1)
     nothing, sizes = torch.zeros(4).double(), torch.full((4,), 41)
     bounds = replace(BOUNDS, top_p=0.9)
-    assert not bounds.judge(sizes, nothing, tied, nothing).wrong.any()
-    assert bounds.judge(sizes, nothing, logprobs[:, 1], nothing).wrong.all()
+    assert not bounds.judge(sizes, nothing, tied, nothing, nothing).wrong.any()
+    assert bounds.judge(sizes, nothing, logprobs[:, 1], nothing, nothing).wrong.all()
 
 
 def test_the_power_is_stated() -> None:
     nothing = torch.zeros(0)
-    judged = BOUNDS.judge(nothing, nothing, nothing, nothing)
+    judged = BOUNDS.judge(nothing, nothing, nothing, nothing, nothing)
     assert judged.lowest == pytest.approx(1 / (1 + (1 - TOP_P) / TOP_P * torch.tensor(TOLERANCE).exp().item()))
     assert judged.lowest == pytest.approx(0.9367, abs=1e-4)
 
@@ -178,13 +189,39 @@ def test_few_sets_just_beyond_the_tolerance_are_flips_of_a_router(
     masses[:num_beyond] = odds.sigmoid()
     ids = torch.full((num_tokens,), 3)
     least = torch.full((num_tokens,), -20.0 if too_much else -3.0, dtype=torch.float64)
-    assert int(BOUNDS.judge(ids, masses.log(), least, torch.zeros(num_tokens)).wrong.sum()) == num_wrong
+    equal = torch.full((num_tokens,), -1.0)
+    assert int(BOUNDS.judge(ids, masses.log(), least, equal, equal).wrong.sum()) == num_wrong
 
 
 def test_a_mismatch_that_is_measured_is_tolerated_and_costs_power() -> None:
-    ratios = torch.full((100,), 0.1)
-    assert tolerated(ratios) == pytest.approx(0.8)
-    ratios[0] = 3.0
-    assert tolerated(ratios) == pytest.approx(6.0)
-    assert tolerated(torch.zeros(MANY)) == TOLERANCE
-    assert tolerated(torch.zeros(MANY // 4)) == 4 * TOLERANCE
+    odds, moved = torch.zeros(100).double(), torch.full((100,), 0.1).double()
+    assert tolerated(logsigmoid(odds), logsigmoid(odds + moved)) == pytest.approx(TIMES * 0.1, rel=0.06)
+    moved[0] = 3.0
+    assert TIMES_LARGEST < tolerated(logsigmoid(odds), logsigmoid(odds + moved)) < TIMES_LARGEST * 3.0
+    same = torch.full((MANY,), -1.0)
+    assert tolerated(same, same) == TOLERANCE
+    assert tolerated(same[: MANY // 4], same[: MANY // 4]) == 4 * TOLERANCE
+
+
+@pytest.mark.parametrize("odds", [0.0, 3.0, 6.0])
+def test_a_mismatch_is_as_large_where_a_token_is_nearly_certain(odds: float) -> None:
+    """The log-ratio of a token is 400 times smaller at log-odds of 6 than the difference of its log-odds."""
+    logits = torch.full((16,), odds).double()
+    assert 0.7 < float(moved_odds(logsigmoid(logits), logsigmoid(logits + 0.5)).max()) / 0.5 < 1
+
+
+def test_rounding_of_certain_tokens_and_sets_without_likely_ids_tolerate_nothing() -> None:
+    certain = torch.zeros(16)
+    assert tolerated(certain, certain - 2e-5) == TOLERANCE
+    half = certain + math.log(0.5)
+    assert float(moved_odds(certain, half).max()) == pytest.approx(2 * math.log(2))
+
+
+def test_short_rows_of_repeated_contexts_are_allowed() -> None:
+    """Two contexts in sixteen tokens, whose sampled tokens are nearly certain: flips move the mass of both sets."""
+    ids, odds = torch.full((16,), 2), torch.full((16,), 4.0).double()
+    odds[8:] = torch.tensor(TOP_P).logit()
+    lacking = odds.clone()
+    lacking[8:] -= 2 * TOLERANCE
+    judged = BOUNDS.judge(ids, logsigmoid(lacking), torch.full((16,), -3.0), logsigmoid(odds + 0.3), logsigmoid(odds))
+    assert not judged.wrong.any()
