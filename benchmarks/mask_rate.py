@@ -172,7 +172,7 @@ def table(results: Sequence[Rates], predicted: Sequence[Prediction]) -> list[Row
         if rule_rates.target is None or rule_rates.target in QUOTED:
             shown = {k.split(".")[1]: v for k, v in rule_rates.setting.items()} if rule_rates.target is not None else {}
             if rule_rates.rule == OF_THE_RUN:
-                shown = rule_rates.setting
+                shown = dict(rule_rates.setting)
             threshold = ", ".join(
                 f"{key}={value:.4g}" if isinstance(value, float) else str(value) for key, value in shown.items()
             )

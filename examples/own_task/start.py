@@ -45,7 +45,8 @@ def loss_of(model: torch.nn.Module, rows: list[Row]) -> torch.Tensor:
         pad(torch.tensor([-100] * len(prompt) + answer), (0, width - len(prompt + answer)), value=-100)
         for prompt, answer in rows
     ]
-    return model(input_ids=torch.stack(ids), labels=torch.stack(labels)).loss
+    loss: torch.Tensor = model(input_ids=torch.stack(ids), labels=torch.stack(labels)).loss
+    return loss
 
 
 @torch.no_grad()
@@ -76,7 +77,7 @@ def main() -> int:
     for step in range(1, args.max_steps + 1):
         loss = loss_of(model, rng.sample(trained, min(BATCH_ROWS, len(trained))))
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % CHECK_EVERY == 0:

@@ -81,7 +81,7 @@ class Batch:
         """Log-prob of each target, one row behind the other."""
         logits = self.model(input_ids=self.rows["input_ids"], **self.pictures, use_cache=False).logits
         scores = logits.log_softmax(-1).gather(-1, self.rows["target_ids"][..., None])[..., 0]
-        return scores[self.rows["valid"]]  # type: ignore[no-any-return]
+        return scores[self.rows["valid"]]
 
     def records(self, routes_BRLK: np.ndarray) -> ReplayRecords:
         made = []
@@ -180,7 +180,7 @@ def test_routes_that_sglang_recorded_of_a_picture_are_replayed_with_proof(folder
     assert prompt == expanded["input_ids"][0].tolist()
     assert prompt.count(IMAGE_TOKEN) == meta["image_tokens"] == 4 * 5
     tokens = np.array([*prompt, *answer["output_ids"]], np.int32)
-    sizes = {"num_layers": LAYERS, "layer_ids": ALL_LAYERS, "num_experts": EXPERTS, "top_k": TOP_K}
+    sizes: dict[str, Any] = {"num_layers": LAYERS, "layer_ids": ALL_LAYERS, "num_experts": EXPERTS, "top_k": TOP_K}
     record = decode_payload(meta["routed_experts"], tokens=tokens, **sizes)
     input_ids = torch.from_numpy(tokens.astype(np.int64))[None]
 
