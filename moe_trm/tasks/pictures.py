@@ -5,13 +5,20 @@ Without its picture a question would train answers about something that the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moe_trm.errors import ConfigError
 
 MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 """Fields under which data sets keep what is no text: beside the prompt, and in messages."""
+_PLACEHOLDER = re.compile(r"<\|(?:image|video|audio)(?:_pad)?\|>")
+"""Tokens in whose place a processor puts a picture, video or sound: those of Qwen, Llama-4 and GLM."""
+_MARK = re.compile(r"<(?:image|video|audio)>")
+"""Marks in prompts of verl for the next of a row's files. Text about markup has them, too."""
+_SUFFIXES = "png|jpe?g|webp|gif|bmp|tiff?|mp4|webm|mov|wav|mp3|flac"
+_MEDIA_FILE = re.compile(rf"data:(?:image|video|audio)/|[^\n]+\.(?:{_SUFFIXES})(?:\?\S*)?\Z", re.IGNORECASE)
 
 
 def check_text_only(fields: Mapping[str, Any], prompt: object, where: str) -> None:
@@ -22,7 +29,7 @@ def check_text_only(fields: Mapping[str, Any], prompt: object, where: str) -> No
         prompt: its text, or its messages.
         where: file and line.
     """
-    if medium := _in_fields(fields) or _in_messages(prompt):
+    if medium := _in_fields(fields) or _in_messages(prompt) or _in_text(fields, prompt):
         raise ConfigError(
             "a row of the prompt file has a picture, sound or video, which no model is given here",
             where=where,
@@ -52,6 +59,36 @@ def _in_messages(prompt: object) -> str | None:
             if isinstance(part, Mapping) and part.get("type", "text") != "text":
                 return f"a part of type {part['type']} in message {number}"
     return None
+
+
+def _in_text(fields: Mapping[str, Any], prompt: object) -> str | None:
+    """A placeholder in the text, or a mark with a file for it in some field of the row."""
+    for text in _texts(prompt):
+        if placeholder := _PLACEHOLDER.search(text):
+            return f"the placeholder {placeholder[0]} in the prompt"
+        if mark := _MARK.search(text):
+            files = (name for name, value in fields.items() if value is not prompt and _names_media(value))
+            if (name := next(files, None)) is not None:
+                return f"the mark {mark[0]} in the prompt, and the field {name}"
+    return None
+
+
+def _texts(prompt: object) -> Iterator[str]:
+    """The prompt, or the texts of its messages and of their parts."""
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, Mapping):
+        yield from _texts(prompt.get("content", prompt.get("text")))
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        for part in prompt:
+            yield from _texts(part)
+
+
+def _names_media(value: object) -> bool:
+    """True for a path, an address or contents of a picture, video or sound, or a list with one."""
+    if isinstance(value, list | tuple):
+        return any(map(_names_media, value))
+    return isinstance(value, str) and bool(_MEDIA_FILE.match(value))
 
 
 def _is_file(value: object) -> bool:

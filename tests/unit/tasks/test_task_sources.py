@@ -92,6 +92,16 @@ def test_bad_rows_are_told_together_with_the_field_that_is_wrong(tmp_path: Path)
         ({"prompt": "Find the cat.", "photo": [{"bytes": None, "path": "a.png"}]}, "the field photo"),
         ({"prompt": [{"role": "user", "content": "x", "images": ["a.png"]}]}, "the field images of message 1"),
         (
+            {"prompt": "<|vision_start|><|image_pad|><|vision_end|>What is it?"},
+            "the placeholder <|image_pad|> in the prompt",
+        ),
+        ({"prompt": [*MESSAGES, {"role": "user", "content": "<|image|>x"}]}, "the placeholder <|image|> in the prompt"),
+        (
+            {"prompt": "<image>Find it.", "seen": ["https://x/a.JPG"]},
+            "the mark <image> in the prompt, and the field seen",
+        ),
+        ({"prompt": "Hear <audio>", "clip": "b/c.wav"}, "the mark <audio> in the prompt, and the field clip"),
+        (
             {"prompt": [*MESSAGES, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]},
             "a part of type image in message 3",
         ),
@@ -114,8 +124,14 @@ def test_every_row_with_a_picture_is_counted(tmp_path: Path) -> None:
 
 
 def test_text_about_pictures_and_empty_fields_are_text(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "a.jsonl", {"prompt": "Close the <image> tag.", "answer": "4", "images": [], "path": "x"})
-    assert [example.question for example in read_examples(source)] == ["Close the <image> tag."]
+    source = jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "Close the <image> tag.", "answer": "4", "images": [], "path": "x"},
+        {"prompt": "What reads a.png?", "answer": "4", "path": "a.png"},
+        {"prompt": "Close <image>.", "answer": "4", "hint": "Look at a.png, then write."},
+    )
+    asked = ["Close the <image> tag.", "What reads a.png?", "Close <image>."]
+    assert [example.question for example in read_examples(source)] == asked
 
 
 def test_parquet_and_jsonl_give_the_same_examples(tmp_path: Path) -> None:
