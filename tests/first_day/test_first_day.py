@@ -33,7 +33,7 @@ ELSEWHERE = {
     ". .venv/bin/activate": ".ci/run",
     "moe-trm doctor CONFIG.yaml": "tests/integration/test_doctor.py",
     "moe-trm doctor RUN --grown": "tests/integration/test_growth.py",
-    "moe-trm audit DUMP": "tests/integration/test_audit.py",
+    "moe-trm audit": "tests/integration/test_audit.py",
     "moe-trm plan CONFIG.yaml": "tests/unit/tools/plan",  # of a published model
     "moe-trm experiment FILE.yaml": "tests/integration/test_experiment.py",
     "export MOE_TRM_API_KEY": "tests/integration/test_end_to_end.py",

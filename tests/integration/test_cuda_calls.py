@@ -40,6 +40,7 @@ PLACES = {
     "launch/learner.py": HERE,
     "moe_trm/tools/audit/commands.py": "tests/integration/test_audit.py",
     "moe_trm/tools/doctor/environment.py": HERE,
+    "moe_trm/tools/doctor/layout_rank.py": "tests/integration/test_layout_differences.py",
     "moe_trm/tools/doctor/rehearsal.py": "tests/integration/test_rehearsal.py",
     "launch/start/cuda.py": "tests/unit/launch/test_cuda.py",
     "launch/start/preflight.py": "tests/unit/config/test_choices.py",
