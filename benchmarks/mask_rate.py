@@ -227,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     batches = evidences(update for updates in recording.steps.values() for update in updates)
     strata = Strata(batches)
-    results, predicted = all_rates(batches, strata, recording.config), predictions(batches, strata)
+    config = recording.config if recording.trained else None  # a dump has no rules of ours
+    results, predicted = all_rates(batches, strata, config), predictions(batches, strata)
     what = (
         f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths "
         f"{strata.length.min():.0f} to {strata.length.max():.0f}"

@@ -1,7 +1,8 @@
 """The shell commands of README and of the pages that a newcomer opens first, run as they stand there.
 
-The working folder has the files that they name, under the names that they have there: `CONFIG.yaml`, `runs/NAME`. A
-command that is not run here is run by the test that `ELSEWHERE` names.
+The working folder has the files that they name, under the names that they have there: `CONFIG.yaml`, `runs/NAME`.
+`ELSEWHERE` names what holds the others: a test of the same command on other arguments, or of its parts where it takes
+long or needs the network.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ELSEWHERE = {
     "pip install 'moe-trm[tensorboard]'": "pyproject.toml",  # the network
     "moe-trm train CONFIG.yaml 'observe.sinks=[tensorboard]'": "tests/unit/observe",
 }
-"""Commands, by how they begin, and the file or folder that holds them."""
+"""Commands that are not run here, by how they begin, and the file or folder that holds them, whole or in parts."""
 SHORT = {"--step 40": "--step 2", "task.reward=my_task.py:reward": "task.reward=my_task.py:reward --by learner"}
 """What is shorter here: steps, and a second server."""
 PATIENCE_S = 600.0
