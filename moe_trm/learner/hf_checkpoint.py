@@ -12,19 +12,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
-from moe_trm.models import fp8_blocks, mxfp4
+from moe_trm.models import fp8_blocks, int4_groups, mxfp4
 from moe_trm.models.hf_config import read_full_config, reads_images, text_config
 from moe_trm.models.multimodal import PublishedPlace, is_vision, places
-from moe_trm.models.quantisation import SCALES, parts_of, quantisation_of
+from moe_trm.models.quantisation import SCALES, SHAPE, parts_of, quantisation_of
 from moe_trm.models.tensors import is_prediction
 
+_EXPECTED = {
+    "fp8": "float8_e4m3fn [O, I] with a scale for each {} x {} weights",
+    "mxfp4": f"uint8 [E, O, I / {mxfp4.GROUP}, {mxfp4.GROUP // 2}] with one of {SCALES} for each last row",
+    "int4": f"int32 [O, I / {int4_groups.PER_WORD}] with a scale for each {{}} x {{}} weights, and {SHAPE} of O and I",
+}
+"""The parts of a weight by the method of its quantisation."""
 _COMPLETE = "Copy or download the checkpoint again, completely."
 
 
 class HfCheckpoint:
     """Lazy access to the safetensors of a checkpoint folder; only the tensors asked for are read from disk.
 
-    Weights in FP8 or MXFP4 are dequantised as they are read (`moe_trm.models.quantisation`), in config.json's dtype.
+    Weights in FP8, MXFP4 or INT4 are dequantised as they are read (`moe_trm.models.quantisation`), in the dtype of
+    config.json.
     The text of a model that also reads images has the names of a text model (`moe_trm.models.multimodal`).
 
     Attributes:
@@ -112,6 +119,8 @@ class HfCheckpoint:
             return rows.stop - rows.start, shape[-1]
         if stored == place.published:
             return shape
+        if self.quantisation is not None and self.quantisation.method == "int4":
+            return *shape[:-1], shape[-1] * int4_groups.PER_WORD
         *outer, outputs, groups, _ = shape
         return *outer, groups * mxfp4.GROUP, outputs
 
@@ -132,9 +141,14 @@ class HfCheckpoint:
                 )
             return parts[0]
         assert form is not None, "only quantised tensors have parts"
-        weight, scale = parts
+        weight, scale = parts[:2]
         dtype = getattr(torch, form.dtype)
-        if form.method == "mxfp4":
+        if form.method == "int4":
+            sizes = len(weight), weight.shape[-1] * int4_groups.PER_WORD
+            fits = scale.dim() == 2 and (len(scale), scale.shape[1] * form.block[1]) == sizes
+            if fits and weight.dtype == torch.int32 and parts[2].tolist() == list(sizes):
+                return int4_groups.dequantize(weight, scale, dtype)
+        elif form.method == "mxfp4":
             fits = scale.shape == weight.shape[:-1] and weight.dtype == scale.dtype == torch.uint8
             if fits and weight.shape[-1] * 2 == mxfp4.GROUP:
                 return mxfp4.dequantize(weight, scale, dtype)
@@ -146,11 +160,7 @@ class HfCheckpoint:
             "values and scales of a weight do not fit together",
             where=where,
             got=f"{weight.dtype} {list(weight.shape)} with {scale.dtype} {list(scale.shape)}",
-            expected=(
-                f"float8_e4m3fn [O, I] with a scale for each {form.block[0]} x {form.block[1]} weights"
-                if form.method == "fp8"
-                else f"uint8 [E, O, I / {mxfp4.GROUP}, {mxfp4.GROUP // 2}] with one of {SCALES} for each last row"
-            ),
+            expected=_EXPECTED[form.method].format(*form.block),
             fix="Use the config.json that belongs to these weights.",
         )
 

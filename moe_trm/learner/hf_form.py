@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.models import fp8_blocks, mxfp4
+from moe_trm.models import fp8_blocks, int4_groups, mxfp4
 from moe_trm.models.hf_config import plain_config, read_full_config, reads_images, without_prediction_layers
 from moe_trm.sync.rounding import DTYPES, Rounding
 
@@ -51,7 +51,7 @@ class ExportForm:
     Attributes:
         source: the checkpoint that training started from.
         dtype: of the learner's weights.
-        published: every tensor is written in the form that `source` has it in: its dtype, FP8 or MXFP4. Blocks of
+        published: every tensor is written in the form that `source` has it in: its dtype, FP8, MXFP4 or INT4. Blocks of
             weights that did not change keep their bits. False: plain tensors in `dtype`.
         loss: counts what the published form loses of the training; None: nothing is counted.
     """
@@ -96,11 +96,15 @@ class ExportForm:
         new, original = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
         if len(names) == 1 or form is None:
             return {names[0]: torch.where(new == original, old[0], new.to(old[0].dtype)).contiguous()}
+        made: tuple[Tensor, ...]
         if form.method == "fp8":
             read_in = getattr(torch, form.dtype)
             made = fp8_blocks.requantize(new, original, (old[0], old[1]), form.block, read_in, powers=form.powers)
-        else:
+        elif form.method == "mxfp4":
             made = mxfp4.requantize(new, original, (old[0], old[1]))
+        else:
+            # The shape stays as it is.
+            made = *int4_groups.requantize(new, original, (old[0], old[1])), old[2]
         if self.loss is not None:
             self.loss.add(new, original, self.source.plain(name, made))
         return dict(zip(names, (part.contiguous() for part in made), strict=True))

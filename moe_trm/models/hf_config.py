@@ -10,7 +10,10 @@ from typing import Any
 
 from moe_trm.errors import CheckpointError
 
-TEXT_PART: Mapping[str, str] = {"Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM"}
+TEXT_PART: Mapping[str, str] = {
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+}
 """Architectures of models that also read images, and those of their text alone, which is trained and served."""
 
 

@@ -1,7 +1,8 @@
 """Tensors of models that also read images: the text's, by the names of the text model alone.
 
-The text lies under `model.language_model.`, the vision encoder under `model.visual.`. The matrices of a layer's experts
-are in two tensors, `gate_up_proj` `[E, 2I, H]` and `down_proj` `[E, H, I]`, or in one tensor each, as in text models.
+The text of Qwen lies under `model.language_model.`, its vision encoder under `model.visual.`; Kimi's under
+`language_model.`, `vision_tower.` and `mm_projector.`. The matrices of a layer's experts are in two tensors,
+`gate_up_proj` `[E, 2I, H]` and `down_proj` `[E, H, I]`, or in one tensor each, as in text models.
 Shape letters: E experts, O outputs, I expert width, H hidden width.
 """
 
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from moe_trm.models.family import HfConfig
 from moe_trm.models.hf_config import expert_width, num_experts
 
-_TEXT, _VISION = "model.language_model.", "model.visual."
+_TEXT = {"model.language_model.": "model.", "language_model.": ""}
+"""Beginnings of names in the files, and of the names of a text model."""
+_VISION = ("model.visual.", "vision_tower.", "mm_projector.")
 _STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -62,7 +65,8 @@ def places(parts: Mapping[str, Collection[str]], hf: HfConfig) -> Mapping[str, P
     experts, width, hidden = num_experts(hf), expert_width(hf), int(hf["hidden_size"])
     published = dict[str, PublishedPlace]()
     for name, stored in parts.items():
-        plain_name = f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
+        prefix = next(filter(name.startswith, _TEXT), "")
+        plain_name = _TEXT.get(prefix, "") + name.removeprefix(prefix)
         stacked = _STACKED.fullmatch(plain_name)
         if stacked is None or len(stored) > 1:
             published[plain_name] = PublishedPlace(name)

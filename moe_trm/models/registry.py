@@ -48,9 +48,9 @@ _TEXT_ONLY = (
 _NEAREST = {
     "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
     "Qwen3_5MoeForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
+    "KimiK25ForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
     "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
-    "KimiK25ForConditionalGeneration": f"{_TEXT_ONLY} (DeepseekV3ForCausalLM)",
 }
 """Models that are not supported now: the reason, and what is nearest."""
 

@@ -14,6 +14,14 @@ from tests.published_models import published_config
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+INT4 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+        },
+    },
+}  # fmt: skip
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 V3, V32, GLM5, QWEN3, QWEN35, MINIMAX = (
     "deepseek_v3",
@@ -49,7 +57,7 @@ _RELEASES: Mapping[str, tuple[str, str, Mapping[str, Any] | None]] = {
     "Mixtral-8x22B-v0.1": ("mixtral_8x7b", "", None),
     "Mixtral-8x7B-v0.1": ("mixtral_8x7b", "", None),
     "Kimi-K2-Instruct": ("kimi_k2", "", FP8),
-    "Kimi-K2.5": ("kimi_k2", "+KimiK25ForConditionalGeneration", COMPRESSED),
+    "Kimi-K2.5": ("kimi_k2", "+KimiK25ForConditionalGeneration", INT4),
     "Kimi-K3": ("kimi_k2", "+KimiK3ForConditionalGeneration", COMPRESSED),
     "DeepSeek-V3.1-NVFP4": (V3, "", NVFP4),
     "DeepSeek-V3.2-NVFP4": (V32, "", NVFP4),
