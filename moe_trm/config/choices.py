@@ -4,6 +4,7 @@
 |---|---|---|
 | `replay.mode` | off-policiness and age | on loading, before any rule between settings looks |
 | `sampling_mask.mode` | truncation, and rules that need the kept distribution | on loading |
+| `sync.method` | number and place of the servers, `sync.dir`, the engine | on loading |
 | `learner.transformer_engine` | CUDA and Transformer Engine's installation | at launch, where it trains |
 | `batch.layout` | CUDA, 8-bit products, DeepSpeed with the model, a checkpoint so far | at launch, where it trains |
 | `rollout.server.device` | CUDA | at launch, where the server is started |
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+from urllib.parse import urlsplit
 
 from moe_trm.config.schema import (
     Config,
@@ -29,8 +31,10 @@ from moe_trm.config.schema import (
     ReplayMode,
     RolloutConfig,
     ServerConfig,
+    SyncConfig,
 )
 from moe_trm.methods.presets import PRESETS
+from moe_trm.runtime.addresses import is_loopback
 
 MACHINE = {
     "learner.transformer_engine": "chosen at launch: on where there are CUDA and Transformer Engine",
@@ -65,6 +69,10 @@ def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
         choices.append(Choice("sampling_mask.mode", *_mask(config.keeps_masks, config.rollout)))
         mask = config.sampling_mask.model_copy(update={"mode": choices[-1].value})
         config = config.model_copy(update={"sampling_mask": mask})
+    if config.sync.method == "auto":
+        choices.append(Choice("sync.method", *sync_method(config.sync, config.rollout, config.pipeline)))
+        sync = config.sync.model_copy(update={"method": choices[-1].value})
+        config = config.model_copy(update={"sync": sync})
     return config, tuple(choices)
 
 
@@ -170,11 +178,41 @@ def _replay(updates: int, max_age: int, *, frozen: bool = True) -> tuple[ReplayM
     )
 
 
+def sync_method(
+    sync: SyncConfig, rollout: RolloutConfig, pipeline: PipelineConfig
+) -> tuple[Literal["disk", "distributed"], str]:
+    """How weights travel, and why. `auto` is never what a rule refuses."""
+    if sync.method != "auto":
+        return sync.method, "as configured"
+    traits, ranks = rollout.traits, rollout.server.tensor_parallel
+    if not traits.has_weights:
+        return "disk", "this engine takes no weights"
+    if sync.dir:
+        return "disk", "sync.dir names a folder, which every server has to see"
+    if not rollout.attached:
+        return "disk", "the run starts the server on its own machine, where both see the folder"
+    if len(rollout.urls) > 1:
+        return "disk", f"a broadcast reaches one server, and there are {len(rollout.urls)}; all have to see the folder"
+    if is_loopback(urlsplit(rollout.addresses[0]).hostname or ""):
+        return "disk", "the server is on this machine, where both see the folder"
+    if not traits.broadcast_receivers or (traits.broadcast_to_one_rank and ranks > 1):
+        return "disk", "this server takes no broadcasts, so it has to see the folder"
+    if pipeline.partial == "interrupt":
+        return "disk", "ranks that broadcast cannot interrupt samples, so the server has to see the folder"
+    return "distributed", _BROADCAST
+
+
+_BROADCAST = (
+    "one server on another machine may not see this one's folders; disk needs sync.dir on storage that both see, and "
+    "can give a server that comes back its weights again"
+)
+
 BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "replay.mode": tuple(
             f"{mode}: {reason}" for mode, reason in (_replay(1, 0), _replay(2, 0), _replay(4, 0), _replay(1, 1))
-        )
+        ),
+        "sync.method": ("disk: the server sees the folder, or takes no broadcasts", f"distributed: {_BROADCAST}"),
     }
 )
 """The value of an `auto` in typical cases, and its reason, for code that explains the key."""

@@ -53,3 +53,11 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=f"distributed with rollout.engine={name}",
             expected="disk",
         )
+    ranks = config.rollout.server.tensor_parallel
+    if config.sync.method == "distributed" and traits.broadcast_to_one_rank and ranks > 1:
+        yield Problem(
+            "sync.method",
+            f"a broadcast reaches {name} servers of one rank; others load folders",
+            got=f"distributed with rollout.server.tensor_parallel={ranks}",
+            expected="disk",
+        )

@@ -29,6 +29,7 @@ class EngineTraits:
         broadcast_receivers: how many receive what a learner rank broadcasts to a server of one rank by
             `sync.method=distributed`: that rank, and where it does not say what it received, a witness beside the
             controller. 0: it takes none.
+        broadcast_to_one_rank: it takes broadcasts only where its server has one rank.
         has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
         lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).
@@ -49,6 +50,7 @@ class EngineTraits:
     records_routes: bool = True
     records_masks: bool = True
     broadcast_receivers: int = 0
+    broadcast_to_one_rank: bool = False
     has_servers: bool = False
     lends_memory: bool = True
     awaits_weights: bool = False
@@ -75,6 +77,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
         ),
         "vllm": EngineTraits(
             broadcast_receivers=1,
+            broadcast_to_one_rank=True,
             has_servers=True,
             lends_memory=False,
             awaits_weights=True,

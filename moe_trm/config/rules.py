@@ -37,11 +37,11 @@ def refusals(config: Config) -> list[Problem]:
 
     An engine that is not known is taken for the default one in the rest.
     """
-    config, choices = settle(config)
     unknown = [*engine_rules.unknown(config.rollout)]
     if unknown:
         rollout = config.rollout.model_copy(update={"engine": RolloutConfig().engine})
         config = config.model_copy(update={"rollout": rollout})
+    config, choices = settle(config)
     return [*unknown, *explained(_refusals(config), choices)]
 
 

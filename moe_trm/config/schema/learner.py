@@ -205,8 +205,10 @@ class LearnerConfig(Section):
 class SyncConfig(Section):
     """Transfer of new weights to the rollout engine."""
 
-    method: Literal["disk", "distributed"] = "disk"
-    """`disk`: versioned safetensors in `sync.dir`. `distributed`: broadcast from the owning ranks into the engine."""
+    method: Literal["auto", "disk", "distributed"] = "auto"
+    """`disk`: versioned safetensors in `sync.dir`. `distributed`: broadcast from the owning ranks into the engine.
+    `auto` becomes one of them on loading: `distributed` where one server is on another machine and `sync.dir` is not
+    set, else `disk`."""
     dir: str | None = None
     """Folder for pushes; none: shared memory where it exists, else the run directory."""
     verify: bool = True

@@ -56,13 +56,6 @@ def refusals(config: Config) -> Iterator[Problem]:
     ):
         if set_to:
             yield Problem(key, why, got=str(set_to).lower(), expected="none" if isinstance(set_to, str) else "false")
-    if config.sync.method == "distributed" and rollout.server.tensor_parallel > 1:
-        yield Problem(
-            "sync.method",
-            "a broadcast reaches vLLM servers of one rank; others load folders",
-            got=f"distributed with rollout.server.tensor_parallel={rollout.server.tensor_parallel}",
-            expected="disk",
-        )
     if rollout.starts_server:
         for argument in rollout.server.extra_args:
             name = argument.partition("=")[0]

@@ -209,7 +209,7 @@ def _own_server(rollout: RolloutConfig, sync: SyncConfig) -> str:
         return "they start none"
     if rollout.colocate:
         return "rollout.colocate=true"
-    return "" if sync.method == "disk" else f"sync.method={sync.method}"
+    return f"sync.method={sync.method}" if sync.method == "distributed" else ""
 
 
 def _apart_from_place(settings: dict[str, Any]) -> dict[str, Any]:

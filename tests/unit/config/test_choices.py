@@ -25,8 +25,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def config(**sections: Any) -> Config:
-    """A configuration of padded rows and the rollout's routes, unless `sections` say otherwise."""
-    chosen = {"batch": {"layout": "padded"}, "replay": {"mode": "R3"}, **sections}
+    """A configuration of padded rows, the rollout's routes and pushes by files, unless `sections` say otherwise."""
+    chosen = {"batch": {"layout": "padded"}, "replay": {"mode": "R3"}, "sync": {"method": "disk"}, **sections}
     return Config.model_validate({"model": {"checkpoint": "m"}, **chosen})
 
 
@@ -88,6 +88,38 @@ def test_masks_are_recorded_where_there_is_something_to_mask(
         assert asked.keeps_masks == (given == "keep")
 
 
+AWAY = {"url": "http://10.0.0.7:30000", "trusted_network": True}
+"""A server on another machine."""
+
+
+@pytest.mark.parametrize(
+    ("sections", "method", "said"),
+    [
+        ({}, "disk", "the run starts the server"),
+        ({"rollout": {"url": "http://127.0.0.1:30000"}}, "disk", "on this machine"),
+        ({"rollout": {"url": "http://[::1]:30000"}}, "disk", "on this machine"),
+        ({"rollout": AWAY}, "distributed", "sync.dir"),
+        ({"rollout": {**AWAY, "url": None, "urls": ["http://a:1"]}}, "distributed", "sync.dir"),
+        ({"rollout": {**AWAY, "url": None, "urls": ["http://a:1", "http://b:1"]}}, "disk", "there are 2"),
+        ({"rollout": AWAY, "sync": {"dir": "/mnt/pushes"}}, "disk", "sync.dir names"),
+        ({"rollout": AWAY, "pipeline": {"mode": "async", "partial": "interrupt"}}, "disk", "cannot interrupt"),
+        ({"rollout": {**AWAY, "server": {"tensor_parallel": 8}}}, "distributed", "sync.dir"),
+        ({"rollout": {**AWAY, "engine": "vllm"}}, "distributed", "sync.dir"),
+        ({"rollout": {**AWAY, "engine": "vllm", "server": {"tensor_parallel": 2}}}, "disk", "takes no broadcasts"),
+        ({"rollout": {"engine": "bundle", "bundle": "b"}}, "disk", "takes no weights"),
+        ({"rollout": {"engine": "bundle", "bundle": "b"}, "sync": {"method": "distributed"}}, "distributed", ""),
+    ],
+)
+def test_weights_travel_by_files_where_the_server_sees_them(sections: dict[str, Any], method: str, said: str) -> None:
+    run = config(**{"sync": {}, **sections})
+    settled, choices = settle(run)
+    reasons = [choice.reason for choice in choices if choice.key == "sync.method"]
+    assert settled.sync.method == method
+    assert said in reasons[0] if said else not reasons
+    assert settle(settled) == (settled, ())
+    assert not [problem for problem in refusals(run) if problem.key in ("sync.method", "pipeline.partial")]
+
+
 def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFixture[str]) -> None:
     """Wherever the choice is told; `config explain` has all of them."""
     others = {"none": ("R2", "R3"), "R2": ("R3",), "R3": ("R2",)}
@@ -114,8 +146,9 @@ def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFi
 def test_loading_gives_the_value_and_keeps_the_reason(file: Path, tmp_path: Path) -> None:
     resolved = resolve(file)
     assert resolved.config.replay.mode == load(file).replay.mode == "R2"
-    choice, mask = resolved.choices
+    choice, mask, push = resolved.choices
     assert (mask.key, mask.value) == ("sampling_mask.mode", "off")
+    assert (push.key, push.value) == ("sync.method", "disk")
     assert (choice.key, str(choice)) == ("replay.mode", f"auto -> R2: {choice.reason}")
     assert "2 optimizer steps" in choice.reason
     again = tmp_path / "config.json"
@@ -286,6 +319,7 @@ def test_what_the_machine_decides_is_judged_by_the_same_rules(
     assert {choice.key for choice in load_here(str(file), overrides)[1]} == {
         "replay.mode",
         "sampling_mask.mode",
+        "sync.method",
         "learner.transformer_engine",
         "batch.layout",
         "rollout.server.device",
