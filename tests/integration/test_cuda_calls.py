@@ -130,9 +130,13 @@ class StrictCuda:
 
 def bound(real: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, with what `real` takes alone."""
+    try:
+        signature = inspect.signature(real)
+    except ValueError:  # torch 2.14 has C functions there that say nothing of their arguments: they take none
+        signature = inspect.Signature()
 
     def run(*args: Any, **options: Any) -> Any:
-        inspect.signature(real).bind(*args, **options)
+        signature.bind(*args, **options)
         return call(*args, **options)
 
     return run

@@ -174,8 +174,10 @@ def test_packed_rows_that_this_machine_chose_are_not_promised_on_cuda(
         "packed rows on this machine: on",
         "packed rows on CUDA: off, packs have been proved on CPUs only",
     ]
-    _, checks = doctor(ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml", tmp_path, "batch.layout=packed")
+    path = ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml"
+    _, checks = doctor(path, tmp_path, "batch.layout=packed", "sync.method=auto")
     assert checks["fast paths of Megatron-Core"][1].splitlines()[-1] == "packed rows: on"
+    assert "sync.method: auto -> disk: the run starts the server" in checks["what auto became"][1]
 
 
 @pytest.mark.parametrize("layers", get_args(Layers))

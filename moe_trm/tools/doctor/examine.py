@@ -10,7 +10,7 @@ from launch.start.bisect import bisect
 from launch.start.checks import Check, Status, attempt
 from launch.start.dry_run import try_task
 from launch.start.preflight import check_launch, check_model_and_layout
-from moe_trm.config import load
+from moe_trm.config import load_with_choices
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import (
     AgentConfig,
@@ -85,10 +85,13 @@ def examine(
     for check in _before(config, world_size, absent):
         add(check)
     if not probe:
+        anywhere, choices = load_with_choices(config_path, overrides)
+        settled = "\n".join(f"{choice.key}: {choice}" for choice in choices)
+        add(Check("what auto became", "ok", settled or "no setting is at auto"))
         for check in rehearsal(Served.of(config), config.learner, config.sync, world_size, folder, absent=bool(absent)):
             add(check)
         if config.learner.backend == "megatron":
-            layouts = load(config_path, overrides).batch.layout, config.batch.layout
+            layouts = anywhere.batch.layout, config.batch.layout
             add(attempt(SWITCHES, lambda: fast_switches(config.learner, config.model.checkpoint, *layouts)))
         add(attempt(MEMORY, lambda: memory(needs(config, world_size, fused=without_gpu()))))
     if not probe or not examination.healthy:
