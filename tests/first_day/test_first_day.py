@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_trm.cli import parse
 from tests.integration.jobs import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +102,15 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
     assert not [command for command in run_here if not command.startswith("moe-trm ")]
 
 
+def test_every_command_is_one_of_the_command_line() -> None:
+    """The slow test runs them."""
+    for command in (command for page in PAGES for command in commands(page)):
+        if command.startswith("moe-trm ") and home(command) is None:
+            words = shlex.split(command.partition("|")[0].partition(" > ")[0])[1:]
+            assert parse(words).run, command
+
+
+@pytest.mark.slow
 def test_the_commands_of_the_pages(folder: Path) -> None:
     """In the order of the pages: train, look at the run, evaluate, export, try other rules on what it recorded."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -151,6 +151,7 @@ def test_a_reward_that_raises_hangs_or_returns_nonsense_costs_only_its_samples(r
     assert last["reward/mean"] == pytest.approx(last["reward/right/mean"] + 0.1 * last["reward/asked/mean"])
 
 
+@pytest.mark.slow
 def test_the_recorded_run_repeats_without_server_or_tool(run: Path, brief_checkpoint: Path) -> None:
     again = ["rollout.engine=bundle", f"rollout.bundle={run / 'bundle'}"]
     assert train(run, brief_checkpoint, "again", *again) == 0

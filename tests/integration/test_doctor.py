@@ -38,6 +38,7 @@ def test_a_healthy_configuration_passes(visit: tuple[Path, int]) -> None:
     assert found["cause"]["figures"]["replayed_k3"] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_planted_fault_fails_and_is_named(
     visit: tuple[Path, int], brief_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

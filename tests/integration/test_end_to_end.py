@@ -161,6 +161,7 @@ def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config:
     assert 0 <= second["probe/local_flip_rate"] < 0.2
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_entropy_epochs_and_a_token_budget(live: Path, folder: Path, config: Path) -> None:
     overrides = [
         *("kl.coef=0.1", "kl.where=reward", "kl.controller=adaptive", "loss.entropy_coef=0.01", "learner.epochs=2"),

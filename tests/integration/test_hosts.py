@@ -135,6 +135,7 @@ def test_everything_starts_at_once_and_no_attempt_is_lost(tiny_moe: Path, tmp_pa
             assert KILLED not in started.said(host)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_server_answer_sigterm(tiny_moe: Path, tmp_path: Path) -> None:
     with job(tmp_path, tiny_moe, ("h1", "h2", "h3")) as started:
         started.learn("h2", "h3")

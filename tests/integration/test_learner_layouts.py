@@ -30,9 +30,9 @@ LAYOUTS = {
 }
 ODD = ("PP2-3+1", "PP2-embedding-alone", "PP2+VPP2-empty-stage")
 """Stages with unlike numbers of layers: for the slow tests, and not packed."""
-COMPOSED = {name: LAYOUTS[name] for name in ("TP2xEP2", "PP2+VPP2", *ODD)}
-"""Layouts made of others, and odd ones, for the slow tests."""
-FEW = {name: options for name, options in LAYOUTS.items() if name not in COMPOSED}
+FEW = {name: LAYOUTS[name] for name in ("EP2", "PP2+VPP2-uneven")}
+"""With the two of `PACKED`, every way to divide a model once; the others are for the slow tests."""
+REST = {name: options for name, options in LAYOUTS.items() if name not in FEW}
 PRODUCTS = {
     "TP2xPP2": "tensor=2:expert_tensor=2:pipeline=2",
     "TP2xCP2": "tensor=2:expert_tensor=2:context=2",
@@ -54,18 +54,12 @@ def packed(layouts: dict[str, str]) -> dict[str, str]:
 PACKED = packed({name: LAYOUTS[name] for name in ("TP2+SP", "CP2")})
 """The layouts that cut packs."""
 PACKED_MORE = {name: options for name, options in LAYOUTS.items() if f"{name} packed" not in PACKED and name not in ODD}
-MORE = COMPOSED | packed(PACKED_MORE)
+MORE = REST | packed(PACKED_MORE)
 RECOMPUTE = ("none", "full")
-RECOMPUTED = {"EP2": LAYOUTS["EP2"], "PP2": LAYOUTS["PP2"]}
-"""Few layouts with full recomputation: one that sends tokens to other ranks, and one whose passes interleave."""
-TIED = {"TP2+SP": LAYOUTS["TP2+SP"], "PP2": LAYOUTS["PP2"]}
+TIED = {name: (FEW | PACKED)[name] for name in ("TP2+SP packed", "PP2+VPP2-uneven")}
 """Few layouts whose ranks share the tied embedding: parts of it, or two copies."""
 SLOW_RECOMPUTE = "selective"
 PACKED_SLOW = ("full", SLOW_RECOMPUTE)
-FEW_SLOW = [
-    *((name, SLOW_RECOMPUTE) for name in FEW),
-    *((name, "full") for name in FEW if name not in RECOMPUTED),
-]
 TIED_SLOW = [name for name in FEW | PACKED if name not in TIED]
 MODES = ("R3", "R2")
 THREE = {
@@ -109,14 +103,14 @@ def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = [train(options) for options in (FEW | PACKED).values()]
     runs += [train(options, "tied") for options in TIED.values()]
     runs += [matrix(options, "none") for options in (FEW | PACKED).values()]
-    runs += [matrix(options, "full") for options in RECOMPUTED.values()]
+    runs += [matrix(options, "full") for options in FEW.values()]
     return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def more(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = runs_of(MORE, *RECOMPUTE, SLOW_RECOMPUTE)
-    runs += [matrix(FEW[name], kind) for name, kind in FEW_SLOW]
+    runs += [matrix(options, SLOW_RECOMPUTE) for options in FEW.values()]
     runs += [train((FEW | PACKED)[name], "tied") for name in TIED_SLOW]
     runs += [train(options) for options in THREE.values()]
     runs += [matrix(options, kind) for options in PACKED.values() for kind in PACKED_SLOW]
@@ -161,14 +155,17 @@ STEPPED = [
 ]
 REPLAYED = [
     *(pytest.param("two", options, "none", id=f"{name}-none") for name, options in (FEW | PACKED).items()),
-    *(pytest.param("two", options, "full", id=f"{name}-full") for name, options in RECOMPUTED.items()),
+    *(pytest.param("two", options, "full", id=f"{name}-full") for name, options in FEW.items()),
     *(pytest.param("one", ONE_PACKED, kind, id=f"one process packed-{kind}") for kind in RECOMPUTE),
     *(
         pytest.param("more", options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
         for name, options in PACKED.items()
         for kind in PACKED_SLOW
     ),
-    *(pytest.param("more", FEW[name], kind, id=f"{name}-{kind}", marks=pytest.mark.slow) for name, kind in FEW_SLOW),
+    *(
+        pytest.param("more", options, SLOW_RECOMPUTE, id=f"{name}-{SLOW_RECOMPUTE}", marks=pytest.mark.slow)
+        for name, options in FEW.items()
+    ),
     *(
         pytest.param(ranks, options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
         for ranks, name, options in SLOW

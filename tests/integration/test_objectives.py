@@ -162,7 +162,7 @@ LAYOUTS = {
 }
 
 
-FAST = ("PP2", "EP2 small", "packed")
+FAST = ("PP2",)
 
 
 def run_layout(config: Path, bundle: Path, folder: Path, name: str, *layout: str) -> list[dict[str, Any]]:

@@ -209,7 +209,15 @@ def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path
     "learner",
     [
         ("checkpoint.resume={alone}", "learner.freeze_router=true"),
-        ("learner.parallel.expert=1", "learner.backend=deepspeed", "learner.deepspeed.zero_stage=3", "train.steps=1"),
+        pytest.param(
+            (
+                "learner.parallel.expert=1",
+                "learner.backend=deepspeed",
+                "learner.deepspeed.zero_stage=3",
+                "train.steps=1",
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["megatron", "deepspeed"],
 )
@@ -306,6 +314,7 @@ def test_an_error_that_can_only_repeat_uses_up_no_restart(folder: Path) -> None:
     assert "MisalignedError (step 1" in report[: report.index("</header>")]
 
 
+@pytest.mark.slow
 def test_when_the_job_is_killed_nothing_of_it_stays(folder: Path) -> None:
     """Ranks and controller, not only the processes that the job started itself."""
     command = [sys.executable, "-m", "moe_trm", "train", str(folder / "config.yaml"), "name=orphaned", "train.steps=4"]

@@ -128,6 +128,7 @@ def records(batch: TrainBatch) -> list[RolloutRecord]:
     return [row.record for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routed", [False, True], ids=["list", "router"])
 def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
     routed: bool,
@@ -256,6 +257,7 @@ def test_a_server_that_hangs_in_the_middle_of_a_batch_costs_no_sample(
     assert batches[-1].metrics["rollout/reissued"] > 0
 
 
+@pytest.mark.slow
 def test_servers_that_load_in_turn_serve_two_versions_side_by_side(
     rollout_server: Server, second_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
 ) -> None:
@@ -301,6 +303,7 @@ def test_servers_that_load_in_turn_serve_two_versions_side_by_side(
             check_against_hf(record, weights[int(record.versions[0]) % 2])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle_of_a_batch_is_seen_at_once_with_its_reason(
     rollout_server: Server, second_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from moe_trm.errors import REFUSED, RunError
 from moe_trm.observe.sinks import JsonLines, keep_steps
-from moe_trm.runtime.interruption import ECHO_S, Interruption
+from moe_trm.runtime.interruption import Interruption
 
 
 @pytest.fixture
@@ -37,17 +37,23 @@ def test_the_first_signal_is_a_request(interruption: Interruption, number: signa
     assert interruption.requested == number.name
 
 
-UNHEARD = """
-import ctypes, os, signal, sys, threading, time
-from moe_trm.runtime.interruption import ECHO_S, Interruption
-interruption = Interruption()
+ECHO_S = 1.0
+HURRIED = f"""
+import os, signal, sys, time
+from moe_trm.runtime import interruption as module
+module.ECHO_S, module.UNWIND_S = {ECHO_S}, 0.5
+interruption = module.Interruption()
+"""
+"""The product waits five seconds each."""
+UNHEARD = f"""{HURRIED}
+import ctypes, threading
 interruption.install()
 library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 if sys.argv[1] == "steps":
     interruption.begin_steps()
 def ask():
     for _ in range(2 if sys.argv[1] == "steps" else 1):
-        time.sleep(ECHO_S + 0.2)
+        time.sleep({2 * ECHO_S})
         os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=ask).start()
 try:
@@ -94,10 +100,8 @@ def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interru
 
 def test_a_second_signal_ends_the_process() -> None:
     program = (
-        "import os, signal, time; from moe_trm.runtime.interruption import Interruption; "
-        "i = Interruption(); i.install(); i.begin_steps();"
-        f"os.kill(os.getpid(), signal.SIGTERM); time.sleep({ECHO_S} + 0.2); "
-        "os.kill(os.getpid(), signal.SIGTERM); print('alive')"
+        f"{HURRIED}interruption.install(); interruption.begin_steps(); os.kill(os.getpid(), signal.SIGTERM); "
+        f"time.sleep({2 * ECHO_S}); os.kill(os.getpid(), signal.SIGTERM); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM

@@ -61,7 +61,7 @@ DEEDS: dict[str, tuple[list[str], float]] = {
 }
 ENDED = ("hangs", "forks without end")
 """These are worth nothing, however soon they are ended. The others have time, whatever else the machine does."""
-SOON, LATER = ("--seconds", "15"), ("--seconds", "400", "--test-seconds", "200")
+SOON, LATER = ("--seconds", "4"), ("--seconds", "400", "--test-seconds", "200")
 
 
 def needs_namespaces() -> None:
