@@ -19,9 +19,18 @@ from moe_trm.runtime.patience import patient
 from moe_trm.sync.distributed import BUCKET_BYTES, Sender, announce, broadcast, join_group
 from moe_trm.sync.manifest import Share
 from moe_trm.sync.rounding import DTYPES, Rounding
+from tests.unit.sync.nccl_rules import Group, NcclRules
 
 WEIGHTS = {"model.norm.weight": torch.arange(4.0), "lm_head.weight": torch.full((2, 3), 0.1)}
 TIMEOUT_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def nccl_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every push of these tests keeps NCCL's rules, but for the place of its bytes."""
+    joining = NcclRules().joining(join_group)
+    for place in ("moe_trm.sync.distributed", "moe_trm.rollout.sglang.broadcast", __name__):
+        monkeypatch.setattr(f"{place}.join_group", joining)
 
 
 class Engine:
@@ -129,3 +138,32 @@ def test_the_witness_names_the_tensor_that_is_not_the_announced_one() -> None:
     with pytest.raises(SyncError, match="changed between the learner's memory") as caught:
         push(2, [WEIGHTS], [changed])
     assert caught.value.got == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([("a", 0, torch.ones(4, 4).mT)], "not contiguous"),
+        ([("a", 0, torch.ones(0))], "nothing to send"),
+        ([("a", 0, torch.ones(4, dtype=torch.complex64))], "NCCL has no"),
+        ([("a", 0, torch.ones(4)), ("a", 1, torch.ones(5))], "rank 1 makes"),
+        ([("a", 0, torch.ones(4)), ("a", 1, torch.ones(4, dtype=torch.int32))], "rank 1 makes"),
+        ([("a", 1, torch.ones(4)), ("b", 1, torch.ones(4)), ("b", 2, torch.ones(4))], "different orders"),
+    ],
+    ids=["strides", "empty", "type", "size", "another type", "order of groups"],
+)
+def test_what_nccl_would_hang_or_die_of_is_refused(calls: list[tuple[str, int, Tensor]], said: str) -> None:
+    class Silent:
+        def broadcast(self, _tensors: list[Tensor], _options: Any) -> Any:
+            return Future()
+
+    rules = NcclRules()
+    ends: dict[tuple[str, int], Group] = {}
+
+    def make() -> None:
+        for name, rank, tensor in calls:
+            end = ends.setdefault((name, rank), Group(rules, Silent(), name, rank))
+            end.broadcast([tensor], torch.distributed.BroadcastOptions())
+
+    with pytest.raises(AssertionError, match=said):
+        make()
