@@ -216,6 +216,8 @@ def shared_width(hf_config: Mapping[str, Any]) -> int:
 
 LAYER_KEYS = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "mlp_layer_types")
 """Keys that say which layers are mixtures of experts."""
+_PATTERNS = ("hybrid_override_pattern", "layers_block_type")
+"""Keys of Nemotron-H for the kind of each layer: `E` in the letters of the release, `moe` in transformers' list."""
 
 
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -223,10 +225,13 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
     Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from
     `first_k_dense_replace` on, in the stride `moe_layer_freq`, and not `dense` in `mlp_layer_types`. OLMoE, Mixtral:
-    all.
+    all. Nemotron-H: those that its pattern says.
     """
     if not num_experts(hf_config):
         return ()
+    for key in _PATTERNS:
+        if pattern := hf_config.get(key):
+            return tuple(layer for layer, kind in enumerate(pattern) if kind in ("E", "moe"))
     kinds = hf_config.get("mlp_layer_types") or ()
     dense = {*(hf_config.get("mlp_only_layers") or ()), *(i for i, kind in enumerate(kinds) if kind == "dense")}
     step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)

@@ -46,7 +46,6 @@ _TEXT_ONLY = (
     "nearest is a checkpoint of its text alone"
 )
 _NEAREST = {
-    "NemotronHForCausalLM": "Nemotron's Mamba layers are not supported; nearest are Qwen3-Next and Qwen3-MoE",
     "Qwen3_5MoeForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "KimiK25ForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
-from moe_trm.learner.deepspeed.conformance import Conformance, check_conformance, examine
+from moe_trm.learner.deepspeed.conformance import Conformance, _tiny, check_conformance, examine
+from moe_trm.learner.deepspeed.weights import checkpoint_form
+from moe_trm.models.hf_config import moe_layers
 from moe_trm.models.tiny.shrunk import shrunk
 from routing.hosts.hf_gates import GateContract
 
@@ -27,6 +29,21 @@ def test_a_family_passes_whatever_its_name(family: str) -> None:
     before = torch.get_rng_state()
     assert examine(published(family)) == Conformance()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nemotron_3_passes_as_its_release_describes_it() -> None:
+    """Mamba-2 layers, attention and mixtures by the letters of `hybrid_override_pattern`; names of the release."""
+    hf = {
+        key: value for key, value in published("nemotron_h").items() if key not in ("layers_block_type", "layer_types")
+    }
+    hf |= {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "MEM*EME"}
+    assert moe_layers(hf) == (1, 4, 6)
+    assert moe_layers({**hf, "hybrid_override_pattern": None, "layers_block_type": ["moe", "mlp"]}) == (0,)
+    assert examine(hf) == Conformance()
+    causal = _tiny(hf)
+    names = {name for key, value in causal.state_dict().items() for name in checkpoint_form(causal, key, value)}
+    assert {name.partition(".")[0] for name in names} == {"backbone", "lm_head"}
+    assert "backbone.layers.1.mixer.experts.3.up_proj.weight" in names
 
 
 def untouched(contract: GateContract, output: Any, _weights: Tensor, _ids: Tensor) -> Any:
