@@ -183,7 +183,7 @@ class Draft:
         setting = self.settings.get(key)
         named = self._named(key)
         if setting is None:
-            return f"{named} ({self.framework}'s default)"
+            return named if key.startswith("`") else f"{named} ({self.framework}'s default)"
         place = f" ({setting.place})" if setting.place else ""
         return f"{named} = {_flat_text(setting.shown)}{place}"
 

@@ -15,7 +15,18 @@ from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisio
 from moe_trm.tools.translate.sources import flat, hydra_settings, of_file
 from moe_trm.tools.translate.tables import Tables
 from moe_trm.tools.translate.template_variables import template_variables
-from moe_trm.tools.translate.values import Rule, betas, direct, integer, number, switch, text, top_k
+from moe_trm.tools.translate.values import (
+    Rule,
+    betas,
+    direct,
+    full_vocabulary,
+    integer,
+    number,
+    pair,
+    switch,
+    text,
+    top_k,
+)
 
 _REFERENCE = re.compile(r"\$\{(\.?[\w.-]+)\}")
 _READERS = (integer, number, switch, text)
@@ -77,6 +88,7 @@ def _translate(framework: str, settings: Mapping[str, ForeignSetting], words: Se
     draft = Draft({key: value for key, value in settings.items() if key not in idle}, tables.defaults, framework)
     tables.translate(draft, (*_RULES[framework], template_variables(_VARIABLES[framework], draft.settings)))
     _decide_defaults(draft, tables)
+    tables.settle(draft)
     draft.settings = settings
     for key, switched in idle.items():
         draft.miss(key, f"not read where {switched} is off")
@@ -121,16 +133,35 @@ def _two_sided(low_key: str, high_key: str) -> Rule:
     return Rule((low_key, high_key), ("loss.clip_low", "loss.clip_high"), apply)
 
 
-def _pair(key: str) -> Rule:
-    """Decay rates of both moments of Adam in one list."""
+def _expert_tensor(draft: Draft) -> None:
+    """Megatron-Core takes the tensor-parallel size where the experts' own is null."""
+    place = "trainer.policy.megatron_config"
+    keys = (f"{place}.expert_tensor_parallel_size", f"{place}.tensor_model_parallel_size")
+    key = next((key for key in keys if draft.take(key) is not None), None)
+    if key is not None:
+        draft.put("learner.parallel.expert_tensor", integer(draft, key), key)
 
-    def apply(draft: Draft) -> None:
-        value = draft.take(key)
-        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(beta, float) for beta in value)):
-            raise NeedsDecisionError(key, f"two numbers are expected, not {value}")
-        draft.put("optimizer.betas", value, key)
 
-    return Rule((key,), ("optimizer.betas",), apply)
+_SCHEDULER = ("type", "warmup_steps", "decay_steps", "min_lr")
+
+
+def _prime_schedule(draft: Draft) -> None:
+    """`linear` there holds the rate and falls at the end. Only schedules that change have a warm-up, of 10 steps."""
+    keys = {name: f"trainer.scheduler.{name}" for name in _SCHEDULER}
+    kind = text(draft, keys["type"])
+    if kind not in ("constant", "linear", "cosine"):
+        raise NeedsDecisionError(keys["type"], f"{kind}: not a schedule of ours")
+    if kind == "constant":
+        draft.put("optimizer.schedule", kind, keys["type"])
+        draft.put("optimizer.warmup_steps", 0, keys["type"])
+        return
+    warmup, falling = (10 if (steps := integer(draft, keys[name])) is None else steps for name in _SCHEDULER[1:3])
+    draft.put("optimizer.warmup_steps", warmup, keys["warmup_steps"])
+    draft.put("optimizer.schedule", "cosine" if kind == "cosine" else "wsd" if falling else "constant", keys["type"])
+    if kind == "linear" and falling:
+        draft.put("optimizer.final_steps", falling, keys["decay_steps"])
+    if (lowest := number(draft, keys["min_lr"])) is not None:
+        draft.put("optimizer.min_lr", lowest, keys["min_lr"])
 
 
 _ADAM = "policy.megatron_cfg.optimizer.adam_beta"
@@ -142,13 +173,27 @@ _RULES: Mapping[str, Sequence[Rule]] = {
     ),
     "skyrl": (
         top_k("generator.sampling_params.top_k"),
-        _pair("trainer.policy.optimizer_config.adam_betas"),
+        pair("trainer.policy.optimizer_config.adam_betas"),
         _minibatches("trainer.train_batch_size", "trainer.policy_mini_batch_size"),
+        full_vocabulary(tuple(f"generator.sampling_params.{name}" for name in ("top_p", "top_k", "min_p"))),
+        Rule(
+            tuple(f"trainer.policy.megatron_config.{name}_parallel_size" for name in ("expert_tensor", "tensor_model")),
+            ("learner.parallel.expert_tensor",),
+            _expert_tensor,
+        ),
     ),
-    "prime-rl": (betas(("trainer.optim.betas1", "trainer.optim.betas2")),),
+    "prime-rl": (
+        betas(("trainer.optim.betas1", "trainer.optim.betas2")),
+        Rule(
+            tuple(f"trainer.scheduler.{name}" for name in _SCHEDULER),
+            ("optimizer.schedule", "optimizer.warmup_steps", "optimizer.final_steps", "optimizer.min_lr"),
+            _prime_schedule,
+        ),
+    ),
     "areal": (
         betas(("actor.optimizer.beta1", "actor.optimizer.beta2")),
         _two_sided("actor.eps_clip", "actor.eps_clip_higher"),
+        full_vocabulary(("gconfig.top_p", "gconfig.top_k")),
     ),
 }
 """Rules of more than one setting."""

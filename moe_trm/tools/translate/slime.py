@@ -15,7 +15,7 @@ from moe_trm.tools.translate.slime_run import RUN
 from moe_trm.tools.translate.sources import flag_settings
 from moe_trm.tools.translate.tables import Tables
 from moe_trm.tools.translate.template_variables import template_variables
-from moe_trm.tools.translate.values import MEGATRON_SCHEDULES, Rule, betas
+from moe_trm.tools.translate.values import MEGATRON_SCHEDULES, Rule, betas, full_vocabulary
 from moe_trm.tools.translate.words import flag, integer, number, on, only, word, wordly
 
 TABLES = Tables.read("slime", (integer, number, word, flag), wordly, lists=("slime", "miles"))
@@ -61,7 +61,9 @@ def translate(settings: Mapping[str, ForeignSetting], framework: str = "slime", 
         )
     draft = Draft(settings, DEFAULTS, framework, dashes="--")
     variables = template_variables("apply-chat-template-kwargs", settings)
-    return TABLES.translate(draft, (*_RULES, *CORRECTION, *RUN, variables))
+    cut = ("rollout-top-p", "rollout-top-k") if framework == "miles" else ("rollout-top-k",)
+    rules = (*_RULES, *CORRECTION, *RUN, variables, full_vocabulary(cut, number))
+    return TABLES.settle(TABLES.translate(draft, rules))
 
 
 def _method(draft: Draft) -> None:

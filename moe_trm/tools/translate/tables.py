@@ -3,6 +3,8 @@
 | table | content |
 |---|---|
 | `defaults` | the framework's own, where we would use something else, or where a rule needs to know them |
+| `omitted` | settings of ours that the framework has in no file, or not in every one, and what it does then |
+| `sections` | regular expressions of keys whose empty table switches a feature on |
 | `renamed` | settings that are ours under another name, by the reader of their values |
 | `choices` | settings of which some values are some of ours: our key, the values, the reason where another is given |
 | `undecided` | features that need a decision when they are on: the reason, and our settings that stay open |
@@ -37,6 +39,26 @@ from moe_trm.tools.translate.values import Reader, Rule, choice, undecided
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "null", "disabled")
 """Values that switch a guarded setting off, whatever the framework."""
+OBJECTIVE = (
+    "model.checkpoint",
+    "rollout.prompts_per_step",
+    "rollout.group_size",
+    "rollout.max_new_tokens",
+    "train.steps",
+    "learner.minibatches",
+    "learner.epochs",
+    "learner.dtype",
+    "optimizer.lr",
+    "optimizer.warmup_steps",
+    "optimizer.schedule",
+    "optimizer.betas",
+    "optimizer.weight_decay",
+    "loss.name",
+    "loss.aggregation",
+    "advantage.name",
+    "replay.mode",
+)
+"""Settings of ours that a translation never leaves at our default: that is seldom the other framework's."""
 _OF_DISTILLATION = ("advantage.name", "kl.teacher", "kl.coef", "kl.where")
 """Ours that a teacher would decide; without it a run would learn from rewards alone."""
 
@@ -85,6 +107,18 @@ class Tables:
         draft.list_rest(lambda key, setting: self.fate(key, setting, draft.settings))
         if taught := [key for key in draft.to_do if guarded(key) == "distillation"]:
             draft.decide(taught[0], draft.to_do[taught[0]], *_OF_DISTILLATION)
+        return draft
+
+    def settle(self, draft: Draft) -> Draft:
+        """Write what the framework does where the input has no setting of it, and leave open what nobody knows."""
+        for ours in OBJECTIVE:
+            if ours in draft.values:
+                continue
+            if ours in self.data["omitted"]:
+                draft.put(ours, self.data["omitted"][ours])
+                draft.origins[ours] = f"{self.framework} without a setting of it"
+            else:
+                draft.decide(f"`{ours}`", "the input says nothing of it, and our default may not be right", ours)
         return draft
 
     def fate(self, key: str, setting: ForeignSetting, settings: Mapping[str, ForeignSetting]) -> Fate:
@@ -158,6 +192,8 @@ class Tables:
     def _decided(self, setting: ForeignSetting, reason: str, harmless: Sequence[Any], *ours: str) -> Fate:
         if setting.unread:
             return Fate("to do", f"{setting.unread}; {reason}", ours)
+        if setting.value == {} and any(re.fullmatch(part, setting.key) for part in self.data.get("sections", [])):
+            return Fate("to do", reason, ours)
         if _among(setting.value, (None, [], {}, *harmless)) or (guarded(setting.key) and _among(setting.value, _OFF)):
             return Fate("harmless", f"off, or {self.framework}'s default")
         return Fate("to do", reason, ours)

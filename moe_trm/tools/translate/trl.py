@@ -11,7 +11,18 @@ from moe_trm.tools.translate.foreign_setting import ForeignSetting, NeedsDecisio
 from moe_trm.tools.translate.sources import plain_settings
 from moe_trm.tools.translate.tables import Tables
 from moe_trm.tools.translate.template_variables import template_variables
-from moe_trm.tools.translate.values import Rule, betas, choice, direct, integer, number, switch, text, top_k
+from moe_trm.tools.translate.values import (
+    Rule,
+    betas,
+    choice,
+    direct,
+    full_vocabulary,
+    integer,
+    number,
+    switch,
+    text,
+    top_k,
+)
 
 TABLES = Tables.read("trl", (integer, number, text), direct)
 
@@ -30,6 +41,10 @@ _MODES = {
     "sequence_mask": "seq_mis",
 }
 _SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+_BALANCED = (
+    "over all layers together and added up over the K choices of a token: with L layers, loss.router_aux_coef of "
+    "K / L times as much is nearest"
+)
 _TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
@@ -53,7 +68,8 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "trl") -> 
             fix="use `moe-trm config from-verl`, `from-slime` or `from-miles` for theirs",
         )
     variables = template_variables("chat_template_kwargs", settings)
-    return TABLES.translate(Draft(settings, TABLES.defaults, "trl"), (*_RULES, variables))
+    draft = Draft(settings, TABLES.defaults, "trl")
+    return TABLES.settle(TABLES.translate(draft, (*_RULES, variables)))
 
 
 def _prompts(draft: Draft) -> None:
@@ -168,9 +184,11 @@ def _correction(draft: Draft) -> None:
     mode = text(draft, keys[0])
     if mode not in _MODES:
         raise NeedsDecisionError(keys[0], f"{mode}: not a rule of ours")
-    cap = next((value for key in keys[1:] if (value := number(draft, key)) is not None), 3.0)
+    cap = next((value for key in keys[1:] if (value := number(draft, key)) is not None), None)
     low = number(draft, "vllm_importance_sampling_clip_min") or 0.0
     masks = mode.endswith("mask")
+    if cap is None:
+        raise NeedsDecisionError(keys[2], "no upper bound: rules here have one, so write one that no ratio reaches")
     bounds = {"low": low, "high": cap} if masks else {"cap": cap, "floor": low}
     present_keys = [key for key in (*keys, "vllm_importance_sampling_clip_min") if key in draft.settings]
     draft.put(
@@ -188,6 +206,10 @@ def _kl(draft: Draft) -> None:
         return
     draft.put("kl.coef", coefficient, "beta")
     corrected = switch(draft, "use_bias_correction_kl")
+    if corrected and text(draft, "importance_sampling_level") == "sequence":
+        raise NeedsDecisionError(
+            "use_bias_correction_kl", "weighs each token's KL by the ratio of its sequence; k3_is has the token's own"
+        )
     draft.put("kl.estimator", "k3_is" if corrected else "k3", "use_bias_correction_kl" if corrected else "beta")
     if corrected:
         draft.put("kl.ratio", "update", "use_bias_correction_kl")
@@ -205,14 +227,11 @@ def _auxiliary(draft: Draft) -> None:
     key = "router_aux_loss_coef"
     coefficient = number(draft, key)
     if coefficient is None:
-        draft.remark(
-            f"TRL adds the routers' load-balancing loss, by default {key}=0.001: set loss.router_aux_coef for it"
-        )
+        draft.remark(f"TRL adds the routers' load-balancing loss with the {key} of config.json, {_BALANCED}")
     elif coefficient:
         raise NeedsDecisionError(
             key,
-            "a term of the objective that balances experts, there over all layers together and added up over the K "
-            "choices of a token: with L layers, loss.router_aux_coef of K / L times as much is nearest",
+            f"a term of the objective that balances experts, {_BALANCED}",
         )
     else:
         draft.same(key)
@@ -252,6 +271,22 @@ def _adapters(draft: Draft) -> None:
         return
     draft.put("learner.lora.rank", integer(draft, "lora_r"), "lora_r")
     draft.put("learner.lora.alpha", number(draft, "lora_alpha"), "lora_alpha")
+
+
+def _adapted(draft: Draft) -> None:
+    if not switch(draft, "use_peft"):
+        return
+    names = draft.take("lora_target_modules")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        draft.decide(
+            "lora_target_modules",
+            f"{names}: peft chooses modules by the kind of model, often q_proj and v_proj alone; write their names",
+            "learner.lora.targets",
+        )
+    else:
+        draft.put("learner.lora.targets", names, "lora_target_modules")
+    if draft.take("lora_dropout"):
+        draft.decide("lora_dropout", "adapters here have no dropout")
 
 
 def _recompute(draft: Draft) -> None:
@@ -329,5 +364,7 @@ _RULES: Sequence[Rule] = (
     Rule(("bf16", "fp16"), ("learner.dtype",), _precision),
     Rule(("gradient_checkpointing",), ("learner.recompute",), _recompute),
     Rule(("use_peft", "lora_r", "lora_alpha"), ("learner.lora.rank", "learner.lora.alpha"), _adapters),
+    Rule(("use_peft", "lora_target_modules", "lora_dropout"), ("learner.lora.targets",), _adapted),
+    full_vocabulary(("top_p", "top_k", "min_p")),
     Rule(("report_to",), ("observe.sinks",), _trackers),
 )

@@ -86,6 +86,21 @@ def choice(key: str, ours: str, choices: Mapping[Any, Any], reason: str) -> Rule
     return Rule((key,), (ours,), apply)
 
 
+def full_vocabulary(keys: tuple[str, ...], read: Reader = number) -> Rule:
+    """For a learner that scores over the whole vocabulary, whatever was sampled from."""
+
+    def apply(draft: Draft) -> None:
+        for key in keys:
+            if read(draft, key) not in (None, 1, -1, 0):
+                draft.put("sampling_mask.mode", "off", key)
+                draft.remark(
+                    f"sampling_mask.mode=off, as in {draft.framework}; keep scores over the ids that were sampled from"
+                )
+                return
+
+    return Rule(keys, ("sampling_mask.mode",), apply)
+
+
 def top_k(key: str, read: Reader = integer) -> Rule:
     """The bound on kept ids, which 0 and -1 switch off."""
 
@@ -101,9 +116,23 @@ def betas(keys: tuple[str, str], read: Reader = number) -> Rule:
     """Decay rates of both moments of Adam, where each has a key."""
 
     def apply(draft: Draft) -> None:
-        draft.put("optimizer.betas", [read(draft, key) for key in keys], *keys)
+        values = [read(draft, key) for key in keys]
+        if None not in values:
+            draft.put("optimizer.betas", values, *keys)
 
     return Rule(keys, ("optimizer.betas",), apply)
+
+
+def pair(key: str) -> Rule:
+    """Decay rates of both moments of Adam in one list."""
+
+    def apply(draft: Draft) -> None:
+        value = draft.take(key)
+        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(beta, float) for beta in value)):
+            raise NeedsDecisionError(key, f"two numbers are expected, not {value}")
+        draft.put("optimizer.betas", value, key)
+
+    return Rule((key,), ("optimizer.betas",), apply)
 
 
 MEGATRON_SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}

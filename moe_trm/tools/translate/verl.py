@@ -17,8 +17,10 @@ from moe_trm.tools.translate.values import (
     MEGATRON_SCHEDULES,
     Rule,
     direct,
+    full_vocabulary,
     integer,
     number,
+    pair,
     switch,
     text,
     top_k,
@@ -36,6 +38,9 @@ BASES = ("ppo_trainer", "ppo_megatron_trainer")
 
 _TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 _PICTURES = ("data.image_key", "data.video_key")
+_FSDP_DTYPE = f"{ACTOR}.fsdp_config.dtype"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES |= {name: name for name in _DTYPES.values()}
 _UNPADDED = "actor_rollout_ref.model.use_remove_padding"
 
 _ADVANTAGES = {
@@ -74,7 +79,7 @@ def translate(settings: Mapping[str, ForeignSetting], *, where: str = "verl") ->
         )
     draft = Draft(settings, TABLES.defaults, "verl")
     variables = template_variables("data.apply_chat_template_kwargs", settings)
-    return TABLES.translate(draft, (*_RULES, *LOSS, *CORRECTION, *KL, *RUN, variables))
+    return TABLES.settle(TABLES.translate(draft, (*_RULES, *LOSS, *CORRECTION, *KL, *RUN, variables)))
 
 
 def _base(draft: Draft) -> None:
@@ -160,16 +165,6 @@ def _layout(draft: Draft) -> None:
         draft.put("batch.layout", "packed" if switch(draft, _UNPADDED) else "padded", _UNPADDED)
 
 
-def _support(draft: Draft) -> None:
-    """verl scores over the whole vocabulary, whatever was sampled from."""
-    for key in (f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"):
-        value = number(draft, key)
-        if value is not None and value not in (1, -1, 0):
-            draft.put("sampling_mask.mode", "off", key)
-            draft.remark("sampling_mask.mode=off, as in verl; keep scores over the ids that were sampled from")
-            return
-
-
 def _warmup(draft: Draft) -> None:
     steps, ratio = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
     count, share = integer(draft, steps), number(draft, ratio)
@@ -200,14 +195,6 @@ def _schedule(draft: Draft) -> None:
     if ratio and draft.values.get("optimizer.schedule", "constant") != "constant":
         rate = number(draft, f"{OPTIM}.lr") or 0.0
         draft.put("optimizer.min_lr", ratio * rate, f"{OPTIM}.min_lr_ratio", f"{OPTIM}.lr")
-
-
-def _betas(draft: Draft) -> None:
-    key = f"{OPTIM}.betas"
-    value = draft.take(key)
-    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(beta, float) for beta in value)):
-        raise NeedsDecisionError(key, f"two numbers are expected, not {value}")
-    draft.put("optimizer.betas", value, key)
 
 
 def _clipped(draft: Draft) -> None:
@@ -250,6 +237,19 @@ def _expert_tensor(draft: Draft) -> None:
         draft.put(
             "learner.parallel.expert_tensor", fallback, *([expert_key] if expert_key in draft.settings else []), dense
         )
+
+
+def _precision(draft: Draft) -> None:
+    """Megatron's passes compute in its own dtype, FSDP's in `dtype` whatever `model_dtype` holds the weights in."""
+    own = f"{MEGATRON}.dtype" if text(draft, f"{ACTOR}.strategy") == "megatron" else _FSDP_DTYPE
+    key = own if own in draft.settings or f"{MEGATRON}.dtype" not in draft.settings else f"{MEGATRON}.dtype"
+    value = text(draft, key) or "bfloat16"
+    if value not in _DTYPES:
+        raise NeedsDecisionError(key, f"{value}: float32, bfloat16 and float16")
+    draft.put("learner.dtype", _DTYPES[value], key)
+    for idle in (_FSDP_DTYPE, f"{MEGATRON}.dtype"):
+        if idle != key:
+            draft.miss(idle, "not read by the learner that is named")
 
 
 def _replay(draft: Draft) -> None:
@@ -323,10 +323,10 @@ _RULES: Sequence[Rule] = (
     _files("data.val_files", "task.eval_prompts", "task.eval_sets"),
     Rule(("data.prompt_key",), ("task.prompt_field",), _task),
     top_k(f"{ROLLOUT}.top_k"),
-    Rule((f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"), ("sampling_mask.mode",), _support),
+    full_vocabulary((f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")),
     Rule((f"{ACTOR}.strategy",), ("learner.backend",), _strategy),
     Rule((f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"), ("optimizer.warmup_steps",), _warmup),
-    Rule((f"{OPTIM}.betas",), ("optimizer.betas",), _betas),
+    pair(f"{OPTIM}.betas"),
     Rule(
         tuple(
             f"{OPTIM}.{name}"
@@ -372,6 +372,7 @@ _RULES: Sequence[Rule] = (
         tuple(f"{_TRANSFORMER}.{name}" for name in BFLOAT16_LAYERS),
         text,
     ),
+    Rule((f"{ACTOR}.strategy", f"{MEGATRON}.dtype", _FSDP_DTYPE), ("learner.dtype",), _precision),
     Rule(_PICTURES, (), _pictures),
     Rule((f"{OPTIM}.clip_grad", f"{ACTOR}.grad_clip", f"{ACTOR}.strategy"), ("optimizer.max_grad_norm",), _clipped),
     Rule(

@@ -14,7 +14,8 @@ from moe_trm.tools.translate.checks import failing
 
 _SLIME = (
     "python3 train.py --hf-checkpoint models/none --prompt-data math.jsonl --num-rollout 10 --rollout-batch-size 8 "
-    "--n-samples-per-prompt 8 --global-batch-size 32 --lr-decay-style constant --rm-type math\n"
+    "--n-samples-per-prompt 8 --global-batch-size 32 --lr-decay-style constant --rm-type math "
+    "--rollout-max-response-len 64\n"
 )
 
 

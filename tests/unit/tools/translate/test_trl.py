@@ -82,13 +82,18 @@ def test_a_whole_configuration(tmp_path: Path) -> None:
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss.parameters": {"cap_is_absolute": True}}),
         ({"loss_type": "sapo"}, {"loss.parameters": {"tau_positive": 1.0, "tau_negative": 1.05}}),
         ({"delta": 4.0}, {"loss.dual_clip": 4.0}),
-        ({"beta": 0.04}, {"kl.coef": 0.04, "kl.estimator": "k3"}),
+        ({"beta": 0.04, "use_bias_correction_kl": False}, {"kl.coef": 0.04, "kl.estimator": "k3"}),
+        ({"beta": 0.04}, {"kl.estimator": "k3_is", "kl.ratio": "update"}),
         ({"beta": 0.04, "use_bias_correction_kl": True}, {"kl.estimator": "k3_is", "kl.ratio": "update"}),
         ({"mask_truncated_completions": True}, {"batch.overlong": "mask"}),
         ({"fp16": True, "bf16": False}, {"learner.dtype": "float16"}),
         ({"gradient_checkpointing": True}, {"learner.recompute": "full"}),
         ({"gradient_checkpointing": False}, {"learner.recompute": "none"}),
-        ({"use_peft": True, "lora_r": 8}, {"learner.lora.rank": 8, "learner.lora.alpha": 32}),
+        (
+            {"use_peft": True, "lora_r": 8, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"]},
+            {"learner.lora.rank": 8, "learner.lora.alpha": 32, "learner.lora.targets": ["q_proj"]},
+        ),
+        ({"top_p": 0.9}, {"rollout.top_p": 0.9, "sampling_mask.mode": "off"}),
         ({"vllm_importance_sampling_correction": False}, {"correction.rules": []}),
     ],
 )
@@ -129,10 +134,19 @@ def test_corrections_of_the_engine(tmp_path: Path, mode: str, rule: dict[str, An
         ({"max_steps": -1}, "num_train_epochs"),
         ({"num_processes": None}, "per_device_train_batch_size"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
+        ({"use_peft": True, "lora_dropout": 0.0}, "lora_target_modules"),
+        ({"use_peft": True, "lora_target_modules": ["q_proj"]}, "lora_dropout"),
+        ({"beta": 0.04, "importance_sampling_level": "sequence"}, "use_bias_correction_kl"),
     ],
 )
 def test_what_somebody_has_to_decide(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
     assert set(of(tmp_path, **settings).to_do) == {key}
+
+
+def test_a_correction_without_an_upper_bound_is_open(tmp_path: Path) -> None:
+    draft = of(tmp_path, vllm_importance_sampling_clip_max=None)
+    assert draft.values["correction.rules"] == "???"
+    assert "no upper bound" in draft.to_do["vllm_importance_sampling_clip_max"]
 
 
 def test_arguments_win_and_lists_are_read(tmp_path: Path) -> None:
