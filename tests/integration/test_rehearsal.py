@@ -170,6 +170,7 @@ def test_packed_rows_that_this_machine_chose_are_not_promised_on_cuda(
     monkeypatch.setattr(rehearsal, "subprocess", accepting)
     _, checks = doctor(ROOT / "configs" / "qwen3_30b_a3b_4_nodes.yaml", tmp_path)
     lines = checks["fast paths of Megatron-Core"][1].splitlines()
+    assert "pinned snapshots: off, torch pins up to twice" in "\n".join(lines)
     assert lines[-2:] == [
         "packed rows on this machine: on",
         "packed rows on CUDA: off, packs have been proved on CPUs only",

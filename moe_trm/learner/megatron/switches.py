@@ -1,4 +1,4 @@
-"""Megatron-Core's switches that make a step faster: those that are on here, and why the others are off.
+"""Switches that make a step on Megatron-Core faster: those that are on here, and why the others are off.
 
 `transformer_config` and `wrap_model` set them. Imports no Megatron-Core.
 """
@@ -50,5 +50,6 @@ def switches(layers: Layers, *, packed: bool) -> list[Switch]:
             ("overlap_param_gather",),
             "pushes, anchors and snapshots read whole weights between steps",
         ),
+        Switch("pinned snapshots", (), "torch pins up to twice their bytes, and the gain has not been measured"),
         Switch("packed rows", (), "" if packed else "batch.layout=padded"),
     ]
