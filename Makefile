@@ -19,8 +19,8 @@ PYTHON ?= $(shell for python in python3.11 $(PYTHON_3_12) python3 python; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Integration tests are jobs of two to four processes each: more workers than this only wait for one another.
-WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 4 ? cores / 2 : 2)))
+# Integration tests are jobs of two to four processes each, and wait for a quarter of their time: two cores take three.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 6 ? cores / 2 : 3)))
 # Some unit tests wait for processes: one worker more uses the cores meanwhile.
 UNIT_WORKERS = $(shell expr $(WORKERS) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)

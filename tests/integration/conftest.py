@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -115,9 +117,16 @@ def served_config(rollout_config: Config, rollout_server: Server) -> Config:
 
 @pytest.fixture(scope="session")
 def brief_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model after a few seconds of warm-up: some of its samples are right and some wrong."""
-    folder = tmp_path_factory.mktemp("brief") / "checkpoint"
-    warm_up(folder, recipe=BRIEF)
+    """The quickstart's model after a few seconds of warm-up: some of its samples are right and some wrong.
+
+    The workers of a session share it: the first that asks makes it.
+    """
+    session = tmp_path_factory.getbasetemp()
+    folder = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "brief-checkpoint"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            warm_up(folder, recipe=BRIEF)
     return folder
 
 

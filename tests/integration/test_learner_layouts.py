@@ -78,6 +78,9 @@ def train(options: str, model: str = "main") -> str:
     return f"train:model={model}:{options}"
 
 
+REFERENCE = matrix("expert=1:liars=0", "none")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers, the second one dense, and a vocabulary that two ranks cannot share evenly; `tied` beside it."""
@@ -88,7 +91,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [train("expert=1"), train("expert=1", "tied"), matrix("expert=1", "none")]
+    runs = [train("expert=1"), train("expert=1", "tied"), REFERENCE]
     runs += [train(ONE_PACKED), train(ONE_PACKED, "tied"), matrix(ONE_PACKED, "none"), matrix(ONE_PACKED, "full")]
     return run_ranks(tmp_path_factory.mktemp("one"), checkpoint, 1, *runs)
 
@@ -183,8 +186,8 @@ def close(got: Tensor, expected: Tensor) -> None:
 def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
     one: Ranks, ranks: str, options: str, mode: str, recompute: str, request: pytest.FixtureRequest
 ) -> None:
-    world, run, reference = request.getfixturevalue(ranks), matrix(options, recompute), matrix("expert=1", "none")
-    expected, routers = one.saved(reference, "logprobs"), one.saved(reference, f"routers-{mode}")
+    world, run = request.getfixturevalue(ranks), matrix(options, recompute)
+    expected, routers = one.saved(REFERENCE, "logprobs"), one.saved(REFERENCE, f"routers-{mode}")
     valid = sum(int(global_batch(number).valid.sum()) for number in range(NUM_BATCHES))
     seen_routers: set[str] = set()
     for rank in range(world.num_ranks):
@@ -194,7 +197,7 @@ def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
         assert facts[f"{mode}.replayed"] == (2 if recompute == "none" else 3) * valid * MOE_LAYERS
         assert facts[f"{mode}.applied"] == 1.0
         assert facts[f"{mode}.flips"] > 0.5
-        norm = float(one.saved(reference, "facts")[f"{mode}.grad_norm"])
+        norm = float(one.saved(REFERENCE, "facts")[f"{mode}.grad_norm"])
         assert facts[f"{mode}.grad_norm"] == pytest.approx(norm, rel=1e-5)
         for name, values in world.saved(run, "logprobs", rank).items():
             if name.startswith(mode):

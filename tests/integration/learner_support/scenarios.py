@@ -255,7 +255,7 @@ def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
             named[f"{mode}.score.{number}"], named[f"{mode}.update.{number}"] = scores[slot].logprobs, seen[slot]
         save(out, f"routers-{mode}", routers)
         routers.clear()
-    if options.get("recompute") == "none":
+    if options.get("recompute") == "none" and options.get("liars") != "0":
         facts |= liars(learner)
     save(out, "facts", facts)
     save(out, "logprobs", named)
