@@ -12,8 +12,8 @@ import pytest
 from moe_trm.errors import EngineLost, SyncError
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.remote import MEMORY_TAGS, RemoteServer
+from tests.unit.rollout.fake_servers import FakeServer, both_serve, in_loop, running
 from tests.unit.rollout.local_app import body_from
-from tests.unit.rollout.test_fleet import FakeServer, both_serve, in_loop, running
 
 pytestmark = pytest.mark.usefixtures("in_a_hurry")
 

@@ -18,8 +18,8 @@ from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.sglang.backend import SglangBackend
+from tests.unit.rollout.fake_servers import FakeServer, in_loop
 from tests.unit.rollout.local_app import LocalApp, body_from
-from tests.unit.rollout.test_fleet import FakeServer, in_loop
 
 KEY = "key"
 
