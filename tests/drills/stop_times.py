@@ -1,9 +1,10 @@
 """Seconds until every rank has ended that was asked to, or that lost its controller, by mode, backend and moment.
 
-`python -m tests.drills.stop_times [--modes ...] [--backends ...] [--moments ...] [--by ...] [--json FILE] [key=value
-...]` starts two ranks with a controller and a scripted server for each cell of the table, brings them to the moment,
-and sends the signal. A rank that has failed has the other one asked to end, as by torchrun. What is left after `KILL_S`
-gets a SIGKILL. The table holds when no process needs more than `LIMIT_S` and none is killed; else the exit status is 1.
+`python -m tests.drills.stop_times [--pairs] [--modes ...] [--backends ...] [--moments ...] [--by ...] [--json FILE]
+[key=value ...]` starts two ranks with a controller and a scripted server for each cell of the table, brings them to the
+moment, and sends the signal. `--pairs`: a few of the cells, in which each two of the four are seen together once. A
+rank that has failed has the other one asked to end, as by torchrun. What is left after `KILL_S` gets a SIGKILL. The
+table holds when no process needs more than `LIMIT_S` and none is killed; else the exit status is 1.
 
 The moments last: the server takes a minute for a token or for a push, and the first rank takes `DWELL_S` for an update
 or a checkpoint, for which the other one waits.
@@ -56,14 +57,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the runs")
     for name, choices in (("modes", MODES), ("backends", BACKENDS), ("moments", MOMENTS), ("by", SIGNALS)):
         parser.add_argument(f"--{name}", nargs="+", choices=[*choices], default=[*choices])
+    parser.add_argument("--pairs", action="store_true")
     args = parser.parse_intermixed_args(argv)
+    every_cell = cells(args.backends, args.modes, args.moments, args.by)
     rows: list[Row] = []
-    for backend, mode, moment, by in itertools.product(args.backends, args.modes, args.moments, args.by):
-        if moment != "peer" or "controller" not in by:  # before the ranks have met there is none
-            rows.append(stopped(backend, mode, moment, by, args.overrides))
-            print(rows[-1], flush=True)
+    for cell in paired(every_cell) if args.pairs else every_cell:
+        rows.append(stopped(*cell, args.overrides))
+        print(rows[-1], flush=True)
     report("Seconds until the last process has ended", rows, args.json)
     return 0 if all(row["verdict"] == "holds" for row in rows) else 1
+
+
+Cell = tuple[str, str, str, str]
+"""Backend, mode, moment and signal."""
+
+
+def cells(
+    backends: Sequence[str] = tuple(BACKENDS),
+    modes: Sequence[str] = tuple(MODES),
+    moments: Sequence[str] = tuple(MOMENTS),
+    signals: Sequence[str] = SIGNALS,
+) -> list[Cell]:
+    """The whole table. Before the ranks have met there is no controller."""
+    product = itertools.product(backends, modes, moments, signals)
+    return [cell for cell in product if cell[2] != "peer" or "controller" not in cell[3]]
+
+
+def paired(table: Sequence[Cell]) -> list[Cell]:
+    """Cells of the table that show each pair of its values; the next is always the one with most new pairs."""
+
+    def pairs(cell: Cell) -> set[tuple[tuple[int, str], ...]]:
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    cover: list[Cell] = []
+    missing = {pair for cell in table for pair in pairs(cell)}
+    while missing:
+        cover.append(max(table, key=lambda cell: len(pairs(cell) & missing)))
+        missing -= pairs(cover[-1])
+    return cover
 
 
 def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[str] = ()) -> Row:

@@ -112,7 +112,7 @@ def _joined(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
     """Pieces that begin and end between words."""
     pending: _Piece | None = None
     for piece in pieces:
-        if pending is not None and pending.text and not pending.text[-1].isspace() and not piece.text[:1].isspace():
+        if pending is not None and _goes_on(pending.text, piece.text):
             outside = tuple(dict.fromkeys((*pending.outside, *piece.outside)))
             pending = _Piece(pending.text + piece.text, pending.line, pending.doubt or piece.doubt, outside)
         else:
@@ -121,6 +121,13 @@ def _joined(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
             pending = piece
     if pending is not None:
         yield pending
+
+
+def _goes_on(text: str, more: str) -> bool:
+    """True where a word of `text` has its end in `more`. After a function's result a flag or another result begins."""
+    if text.endswith("[@]}") and more.startswith(("--", "${")):
+        return False
+    return bool(text) and not text[-1].isspace() and not more[:1].isspace()
 
 
 class _Reader:

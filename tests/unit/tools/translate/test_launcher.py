@@ -98,3 +98,18 @@ def test_a_launcher_is_translated_whole(tmp_path: Path) -> None:
 def test_another_python_file_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="computes its arguments"):
         read(tmp_path, text)
+
+
+def test_a_flag_that_follows_the_result_of_a_function_is_read(tmp_path: Path) -> None:
+    helpers = """
+def execute(args):
+    rollout, loss = U.rollout(args), U.loss()
+    first = U.first(args)
+    second = U.second()
+    perf = "--tensor-model-parallel-size 4 "
+    U.execute_train(train_args=f"--save-interval 100 {first}" f"{second}" f"{perf}", config=args)
+"""
+    settings = read(tmp_path, helpers)
+    assert settings["tensor-model-parallel-size"].value == ("4",)
+    assert settings["save-interval"].value == ("100",)
+    assert {"${first[@]}", "${second[@]}"} <= settings.keys()

@@ -1,0 +1,30 @@
+"""Whatever ends a run, every rank and the controller are gone within ten seconds, and none by a SIGKILL."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.drills.stop_times import BACKENDS, MODES, MOMENTS, SIGNALS, Cell, cells, paired, stopped
+
+SHORT: Cell = ("megatron", "sync", "sampling", "SIGTERM to all")
+
+
+def test_few_cells_show_each_pair() -> None:
+    table, cover = cells(), paired(cells())
+    assert len(table) == len(BACKENDS) * len(MODES) * (4 * len(MOMENTS) - 2)
+    assert len(cover) <= 26
+    for left, right in itertools.combinations(range(4), 2):
+        assert {(cell[left], cell[right]) for cell in cover} == {(cell[left], cell[right]) for cell in table}
+    assert {cell[3] for cell in table if cell[2] == "peer"} == set(SIGNALS[:2]), "nobody has a controller yet"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, id="-".join(cell), marks=() if cell == SHORT else pytest.mark.slow)
+     for cell in dict.fromkeys([SHORT, *paired(cells())])],
+)  # fmt: skip
+def test_every_process_ends_in_time(cell: Cell) -> None:
+    row = stopped(*cell)
+    assert row["verdict"] == "holds", row
