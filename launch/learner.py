@@ -264,7 +264,7 @@ def build_pusher(
 ) -> Pusher:
     """The pusher of weights to the engine: through files, or by broadcast from this machine."""
     rounding = rounding_of(config.rollout, config.train, config.seed)
-    texts = fixed_texts(config.rollout, config.sync, Path(config.model.checkpoint), rounding)
+    texts = fixed_texts(config, rounding)
     if not access.pushes:
         receivers = config.rollout.traits.broadcast_receivers - 1 + config.rollout.server.tensor_parallel
         sender = Sender(f"moe-trm-rank-{rank}", host.address, receivers)
@@ -273,8 +273,10 @@ def build_pusher(
     return DiskPusher(learner, rollouts, folder, rounding, texts, colocated=colocated)
 
 
-def fixed_texts(rollout: RolloutConfig, sync: SyncConfig, checkpoint: Path, rounding: Rounding) -> FixedTexts:
+def fixed_texts(config: Config, rounding: Rounding) -> FixedTexts:
     """The texts that prove pushes by use, where the engine scores tokens."""
-    interval = sync.prove_every if rollout.traits.scores_tokens else 0
+    rollout = config.rollout
+    interval = config.sync.prove_every if rollout.traits.scores_tokens else 0
     differs = rollout.quantization is not None or rounding.fake is not None or bool(rounding.noises)
-    return FixedTexts(ServedModel.from_checkpoint(checkpoint).vocab_size, interval, scored=not differs)
+    model = ServedModel.from_checkpoint(Path(config.model.checkpoint), pictures=config.task.has_pictures)
+    return FixedTexts(model.vocab_size, interval, scored=not differs, reserved=model.reserved)

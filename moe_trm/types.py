@@ -65,7 +65,8 @@ class Prompt:
     """One task instance.
 
     `answer` and `extra` are what the reward needs; token ids are final, nothing re-tokenises them. `messages` is the
-    prompt as chat messages, where it is that; an agent is given them and writes its own context.
+    prompt as chat messages, where it is that; an agent is given them and writes its own context. `pictures`: PNGs, in
+    the order of their runs of image tokens.
     """
 
     prompt_id: str
@@ -74,6 +75,7 @@ class Prompt:
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, str], ...] = ()
+    pictures: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class RolloutRecord:
         server: place among the run's servers of the one that sampled all of it; None: several did, the run has one
             alone, or a router chose.
         expected: the answer that the reward compares with, for transcripts; empty where the task has none.
+        pictures: as in `Prompt`.
     """
 
     sample_id: int
@@ -155,6 +158,7 @@ class RolloutRecord:
     teacher_logprobs: np.ndarray | None = None
     server: int | None = None
     expected: str = ""
+    pictures: tuple[bytes, ...] = ()
 
     @property
     def rows(self) -> tuple[RolloutRecord, ...]:
@@ -351,6 +355,7 @@ class TokenBatch:
         row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.
         reference_logprobs: `[B, R]` float32, 0 where `mask` is False: the teacher's, or the reference's once they are
             scored (`moe_trm.step.reference`); None without.
+        pictures: of each of the B rows, as in `Prompt`; empty where no row has any.
     """
 
     input_ids: torch.Tensor
@@ -377,6 +382,7 @@ class TokenBatch:
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    pictures: tuple[tuple[bytes, ...], ...] = ()
 
     @cached_property
     def rollout_routes(self) -> ReplayRecords:

@@ -27,7 +27,8 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.megatron.layers import layers_here, transformer_engine_problem
 from moe_trm.learner.model_rules import check_trained
-from moe_trm.models.hf_config import check_vocabulary, read_hf_config
+from moe_trm.models.hf_config import check_vocabulary, read_full_config, read_hf_config
+from moe_trm.models.pictures import picture_tokens
 from moe_trm.models.registry import keeps_packs_apart
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
@@ -53,7 +54,7 @@ def _settled_here(config: Config) -> tuple[Config, tuple[Choice, ...], list[Prob
         config,
         cuda=torch.cuda.is_available(),
         problem=transformer_engine_problem,
-        known_model=lambda: _packs(config.model.checkpoint),
+        known_model=lambda: not config.task.has_pictures and _packs(config.model.checkpoint),
         layout_so_far=lambda: _layout_so_far(config.checkpoint, Path(config.run_dir) / config.name),
     )
     return settled, choices, explained(refusals(settled), choices)
@@ -142,6 +143,8 @@ def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
     checks: list[Callable[[], object]] = [
         lambda: check_trained(config, hf_config, where, megatron=megatron, world_size=world_size)
     ]
+    if config.task.has_pictures:
+        checks.append(lambda: picture_tokens(read_full_config(config.model.checkpoint), where))
     if config.rollout.traits.has_servers:
         checks.append(lambda: backend_of(config.rollout.engine).check(Served.of(config)))
     refuse_together(*checks)

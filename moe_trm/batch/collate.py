@@ -78,6 +78,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         sample_tokens=_sample_tokens(rows),
         row_weights=_weights(rows),
         reference_logprobs=torch.from_numpy(of_sampled(taught, np.float32)) if all_taught else None,
+        pictures=tuple(record.pictures for record in records) if any(record.pictures for record in records) else (),
     )
 
 

@@ -19,6 +19,7 @@ from moe_trm.config import (
     engine_rules,
     exact_rules,
     lora_rules,
+    picture_rules,
     precision_rules,
     rollout_rules,
     schedule_rules,
@@ -72,6 +73,7 @@ def _refusals(config: Config) -> list[Problem]:
         *precision_rules.refusals(config.rollout, config.sync, config.learner, config.batch),
         *deepspeed_rules.refusals(config.learner, config.optimizer),
         *lora_rules.refusals(config.learner),
+        *picture_rules.refusals(config),
         *(exact_rules.refusals(*engines, keeps_masks=config.keeps_masks) if config.exact else ()),
         *_observe(config.observe),
     ]
@@ -84,6 +86,7 @@ def warnings(config: Config) -> list[str]:
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config.learner),
         *lora_rules.idle_settings(config.learner),
+        *picture_rules.idle_settings(config),
         *precision_rules.surprises(config.learner, config.rollout, config.replay, config.probe, config.correction),
         *lora_rules.surprises(config.learner, config.rollout, config.probe),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config) if not row.refused),

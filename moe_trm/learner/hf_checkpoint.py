@@ -65,7 +65,7 @@ class HfCheckpoint:
         if rows := self.place(name).rows:
             self.shape(name)
             (stored,) = self.parts(name)
-            return self.plain(name, [self._handle(stored).get_slice(stored)[rows.expert, rows.start : rows.stop]])
+            return self.plain(name, [rows.part(self._handle(stored).get_slice(stored))])
         parts = [self._handle(part).get_tensor(part) for part in self.parts(name)]
         return self.plain(name, parts)
 
@@ -93,6 +93,11 @@ class HfCheckpoint:
         """Names in the files of what the tensor `name` is made of: itself, or values and scales."""
         return self._parts.get(name, (name,))
 
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """Of all tensors, as the files have them."""
+        return frozenset(self._file_of)
+
     def read_stored(self, stored: str) -> Tensor:
         """A tensor of the files, as it is there."""
         tensor: Tensor = self._handle(stored).get_tensor(stored)
@@ -108,15 +113,15 @@ class HfCheckpoint:
         shape = tuple(self._handle(stored).get_slice(stored).get_shape())
         place = self.place(name)
         if rows := place.rows:
-            if shape[:-1] != rows.sizes:
+            if (inputs := rows.inputs(shape)) is None:
                 raise CheckpointError(
                     "tensor has another shape than config.json announces",
                     where=f"{self.folder}, {stored}",
                     got=list(shape),
-                    expected=[*rows.sizes, "inputs"],
+                    expected=f"{rows.sizes[0]} experts of {rows.sizes[1]} outputs",
                     fix="Use the config.json that belongs to these weights.",
                 )
-            return rows.stop - rows.start, shape[-1]
+            return rows.stop - rows.start, inputs
         if stored == place.published:
             return shape
         if self.quantisation is not None and self.quantisation.method == "int4":

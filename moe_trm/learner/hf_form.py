@@ -54,12 +54,14 @@ class ExportForm:
         published: every tensor is written in the form that `source` has it in: its dtype, FP8, MXFP4 or INT4. Blocks of
             weights that did not change keep their bits. False: plain tensors in `dtype`.
         loss: counts what the published form loses of the training; None: nothing is counted.
+        trains_vision: the learner's tensors have those of the vision tower.
     """
 
     source: HfCheckpoint
     dtype: str
     published: bool = False
     loss: ChangeLoss | None = None
+    trains_vision: bool = False
 
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the checkpoint for the learner's, which come in any order.
@@ -74,9 +76,9 @@ class ExportForm:
                 continue
             ((stack_name, part),) = self.stored(name, tensor).items()
             if stack_name not in stacks:
-                stacks[stack_name] = torch.empty(*place.rows.sizes, part.shape[-1], dtype=part.dtype)
+                stacks[stack_name] = torch.empty(place.rows.whole(part.shape[-1]), dtype=part.dtype)
                 gaps[stack_name] = stacks[stack_name].numel()
-            stacks[stack_name][place.rows.expert, place.rows.start : place.rows.stop] = part
+            place.rows.part(stacks[stack_name]).copy_(part)
             gaps[stack_name] -= part.numel()
             if not gaps[stack_name]:
                 yield stack_name, stacks.pop(stack_name)
@@ -114,7 +116,8 @@ class ExportForm:
 
         They equal `source`'s bit for bit, or its dequantisation where the export is plain.
         """
-        for name in sorted(self.source.prediction | self.source.vision):
+        vision = frozenset[str]() if self.trains_vision else self.source.vision
+        for name in sorted(self.source.prediction | vision):
             if self.published:
                 yield from ((part, self.source.read_stored(part)) for part in self.source.parts(name))
             else:

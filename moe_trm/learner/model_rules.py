@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.quantisation import quantisation_of
@@ -30,6 +31,19 @@ def check_trained(config: Config, hf: Mapping[str, Any], where: str, *, megatron
     """
     if config.learner.backend == "deepspeed":
         check_model(config, hf)
+        _check_vision(config, world_size)
     else:
         check_layout(config, megatron, hf, world_size=world_size)
     quantisation_of(hf, where)
+
+
+def _check_vision(config: Config, world_size: int) -> None:
+    """DeepSpeed adds gradients up in the order in which they come, and of rows of text the tower has none."""
+    if config.task.has_pictures and not config.learner.freeze_vision and world_size > 1:
+        raise ConfigError(
+            "ranks whose rows have no pictures would add their gradients to those of other weights",
+            where="config key learner.freeze_vision",
+            got=f"false on {world_size} ranks",
+            expected="true, or one rank",
+            fix="Set learner.freeze_vision=true.",
+        )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
+from moe_trm.models.multimodal import is_vision
 
 ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)\.(weight|bias)$")
 INDEXER = re.compile(r"\.indexer\.")
@@ -61,7 +62,7 @@ def check_groups(optimizer: OptimizerConfig, hf_names: Collection[str]) -> None:
 
 def is_frozen(hf_name: str, learner: LearnerConfig) -> bool:
     """True when this tensor is not trained and stays as in the checkpoint."""
-    if INDEXER.search(hf_name) is not None:
+    if INDEXER.search(hf_name) is not None or (learner.freeze_vision and is_vision(hf_name)):
         return True
     return learner.freeze_router and ROUTER.search(hf_name) is not None
 

@@ -13,8 +13,10 @@ from moe_trm.errors import CheckpointError
 TEXT_PART: Mapping[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
 }
-"""Architectures of models that also read images, and those of their text alone, which is trained and served."""
+"""Architectures of models that also read images, and those of their text alone, which is trained and served where no
+prompt has pictures."""
 
 
 def reads_images(hf_config: Mapping[str, Any]) -> bool:
@@ -154,8 +156,12 @@ def num_experts(hf_config: Mapping[str, Any]) -> int:
 
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys for the number of layers that predict several tokens at once."""
-_ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Model types of which the repository alone has a class, and whose model is another one to the last operation."""
+_ALIASES = {"kimi_k2": "deepseek_v3", "qwen3_vl_moe_text": "qwen3_moe"}
+"""Model types without a causal language model in transformers, whose model is another one to the last operation."""
+
+
+_ROTATIONS = ("rope_parameters", "rope_scaling")
+"""Keys with the rotation of heads: of transformers 5, and of releases before it."""
 
 
 def without_prediction_layers(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,22 +177,24 @@ def plain_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def library_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of what a learner trains and an engine serves, for libraries that execute no code of a repository.
 
-    Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3. Qwen3.5
-    has no sections of positions, which are for images: those of text are alike in all of them.
+    Weights are plain, layers for predicting several tokens at once are left out, Kimi-K2 is a DeepSeek-V3, and the text
+    of Qwen3-VL a Qwen3. There are no sections of positions, which are for images: those of text are alike in all of
+    them.
     """
     config = without_prediction_layers(plain_config(hf_config))
     if config.get("model_type") in _ALIASES:
         config["model_type"] = _ALIASES[config["model_type"]]
         config.pop("auto_map", None)
-    if config.get("model_type") == "qwen3_5_moe_text" and has_sections(config):
-        rope = config["rope_parameters"]
-        config["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope_")}
+    for name in _ROTATIONS:
+        if "mrope_section" in (rope := config.get(name) or {}):
+            plain = {key: rope[key] for key in rope if not key.startswith("mrope_")}
+            config[name] = plain if plain.keys() - {"rope_type", "type"} else None
     return config
 
 
 def has_sections(hf_config: Mapping[str, Any]) -> bool:
     """True where heads are rotated in sections by positions in time, height and width."""
-    return "mrope_section" in (hf_config.get("rope_parameters") or {})
+    return any("mrope_section" in (hf_config.get(name) or {}) for name in _ROTATIONS)
 
 
 def expert_width(hf_config: Mapping[str, Any]) -> int:

@@ -48,7 +48,7 @@ _TEXT_ONLY = (
 _NEAREST = {
     "Qwen3_5MoeForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "KimiK25ForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
-    "Qwen3VLMoeForConditionalGeneration": f"{_TEXT_ONLY} (Qwen3MoeForCausalLM)",
+    "Qwen3VLMoeForConditionalGeneration": "its config.json has no text_config; nearest is the published one",
     "Glm4vMoeForConditionalGeneration": f"{_TEXT_ONLY} (Glm4MoeForCausalLM)",
 }
 """Models that are not supported now: the reason, and what is nearest."""

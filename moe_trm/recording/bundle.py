@@ -1,8 +1,8 @@
 """A recorded run: every accepted record of every step on disk, written and read step by step.
 
-A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 6 (docs/bundles.md). What the
-updates saw is in files of its own, `recording.scores`. Shape letters, summed over the N records of a step: T tokens, S
-sampled tokens, Q bytes of encoded routes.
+A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 6, or 7 where a record has
+pictures (docs/bundles.md). What the updates saw is in files of its own, `recording.scores`. Shape letters, summed over
+the N records of a step: T tokens, S sampled tokens, Q bytes of encoded routes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -27,11 +28,13 @@ from routing.record.groups import decode_group, encode_group
 
 FORMAT = "moe-trm-bundle"
 FORMAT_VERSION = 6
+PICTURES = 7
+"""The version of a step with pictures: a reader that does not know them would take it for text."""
 WHOLE_SAMPLES = 5
 """The version in which every record is a whole sample."""
 TOKENS_ALONE = 4
 """The version whose routes are bound to their tokens alone; reading binds them to their samples."""
-READABLE = (FORMAT_VERSION, WHOLE_SAMPLES, TOKENS_ALONE)
+READABLE = (PICTURES, FORMAT_VERSION, WHOLE_SAMPLES, TOKENS_ALONE)
 _FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
 
@@ -55,6 +58,8 @@ class Header(CheckedHeader, kw_only=True):
     """Trees of the samples that are sessions, by sample id."""
     baselines: list[float | None] = msgspec.field(default_factory=list)
     """Rewards of greedy answers to the records' prompts; empty where none was asked for."""
+    pictures: list[list[int]] = msgspec.field(default_factory=list)
+    """Numbers of each record's pictures among the different ones of the step; empty: no record has any."""
 
 
 class BundleWriter:
@@ -81,10 +86,14 @@ class BundleWriter:
         records = [row for record in records for row in record.rows]
         groups = _route_groups(records)
         arrays = _pack(records, groups)
+        files = list(dict.fromkeys(data for record in records for data in record.pictures))
+        if files:
+            arrays["pictures"] = np.frombuffer(b"".join(files), np.uint8)
+            arrays["picture_offsets"] = _offsets([len(data) for data in files])
         baselines = [record.baseline for record in records]
         header = Header(
             format=FORMAT,
-            version=FORMAT_VERSION,
+            version=PICTURES if files else FORMAT_VERSION,
             step=step,
             sample_ids=[record.sample_id for record in records],
             group_ids=[record.group_id for record in records],
@@ -98,6 +107,7 @@ class BundleWriter:
             route_groups=groups,
             rows=[record.row for record in records],
             sessions={record.sample_id: [*record.session] for record in records if record.session},
+            pictures=[[*map(files.index, record.pictures)] for record in records] if files else [],
         )
         write_checked(_path(self._folder, step), header, arrays)
 
@@ -234,13 +244,22 @@ def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, np.int64))])
 
 
+def _unpack_pictures(header: Header, arrays: Arrays) -> list[tuple[bytes, ...]]:
+    """Those of each record; empty where none has any."""
+    if not header.pictures:
+        return []
+    data, offsets = arrays["pictures"].tobytes(), arrays["picture_offsets"].tolist()
+    files = [data[start:end] for start, end in pairwise(offsets)]
+    return [tuple(files[number] for number in numbers) for numbers in header.pictures]
+
+
 def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
     records, masks = [], dict[int, SamplingMask]()
     for name, kind in (("masks", "logprobs"), ("bare_masks", "ids")):
         masks |= _unpack_masks(
             arrays, name, [n for n, other_kind in enumerate(header.mask_kinds) if other_kind == kind]
         )
-    routes, rows = _unpack_routes(header, arrays), _rows(header)
+    routes, rows, pictures = _unpack_routes(header, arrays), _rows(header), _unpack_pictures(header, arrays)
     for number, sample_id in enumerate(header.sample_ids):
         of_tokens = slice(*arrays["token_offsets"][number : number + 2])
         of_sampled = slice(*arrays["sampled_offsets"][number : number + 2])
@@ -267,6 +286,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 row=rows[number],
                 session=tuple(header.sessions.get(sample_id, ())),
                 baseline=header.baselines[number] if header.baselines else None,
+                pictures=pictures[number] if pictures else (),
             )
         )
     return [record.bound() for record in records] if header.version == TOKENS_ALONE else records

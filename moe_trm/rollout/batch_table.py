@@ -92,6 +92,7 @@ class RecordTable(msgspec.Struct, frozen=True):
     teacher_logprobs: Some[Arrays]
     server: list[int | None]
     expected: list[str]
+    pictures: list[tuple[bytes, ...]]
 
 
 class RowTable(msgspec.Struct, frozen=True):

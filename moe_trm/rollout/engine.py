@@ -32,12 +32,18 @@ class RolloutEngine(Protocol):
         """
 
     async def turn(
-        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+        self,
+        context: Sequence[int],
+        params: SamplingParams,
+        *,
+        start: int = 0,
+        bare: bool = False,
+        pictures: tuple[bytes, ...] = (),
     ) -> SampledTurn:
         """Sample the continuation of `context`, which may hold earlier answers and the text between them.
 
         `start`: first row of the routes to return; those before it are known from earlier turns. `bare`: without routes
-        and masks.
+        and masks. `pictures`: of the prompt; an engine that is given none need not take this keyword.
         Raises as `generate` does.
         """
 

@@ -154,6 +154,7 @@ class BundleEngine:
         context = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
         recorded_prompt = context[: len(prompt.token_ids)] if self._prompts_grow else context
         same = record.prompt_id == prompt.prompt_id if self._prompts_own else recorded_prompt == tuple(prompt.token_ids)
+        same = same and record.pictures == prompt.pictures
         if not same or record.group_id != group_id:
             raise BundleError(
                 "the recording was made with other prompts",

@@ -53,7 +53,7 @@ class ServerEngine:
         rollout, server = config.rollout, config.rollout.server
         self._backend, self.traits = backend_of(rollout.engine), rollout.traits
         self._checkpoint = config.model.checkpoint
-        self._model = ServedModel.from_checkpoint(Path(self._checkpoint))
+        self._model = ServedModel.from_checkpoint(Path(self._checkpoint), pictures=config.task.has_pictures)
         self._requested = RequestedFields(
             routes=wants_routes(config),
             mask=config.keeps_masks,
@@ -127,11 +127,17 @@ class ServerEngine:
         params = _seeded(params, self._seeds.of_sample(sample_id))
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
-            conversation.add(await self.turn(prompt.token_ids, params))
+            conversation.add(await self.turn(prompt.token_ids, params, pictures=prompt.pictures))
             return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=keep_changed)
 
     async def turn(
-        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+        self,
+        context: Sequence[int],
+        params: SamplingParams,
+        *,
+        start: int = 0,
+        bare: bool = False,
+        pictures: tuple[bytes, ...] = (),
     ) -> SampledTurn:
         """Sample what comes after `context`; raises as `generate` does.
 
@@ -147,6 +153,8 @@ class ServerEngine:
             left = params.max_new_tokens - len(tokens) + len(context)
             asked = params if so_far is None else replace(params, max_new_tokens=left)
             question = self.question(tokens, asked, start=first_row, bare=bare)
+            if pictures:
+                question = replace(question, pictures=pictures, image=self._model.image)
             try:
                 answer = await self._read(question)
             except RecordRejected as rejection:

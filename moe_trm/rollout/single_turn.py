@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.sampler import rewarded
 from moe_trm.rollout.sessions.conversation import Conversation
@@ -24,7 +26,8 @@ class SingleTurn:
     async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
         """See `Sampler.answer`."""
         conversation = Conversation(prompt)
-        conversation.add(await self._engine.turn(prompt.token_ids, params, bare=True))
+        pictures: dict[str, Any] = {"pictures": prompt.pictures} if prompt.pictures else {}
+        conversation.add(await self._engine.turn(prompt.token_ids, params, bare=True, **pictures))
         record = conversation.record(sample_id=-1, group_id=-1, keep_changed=True)
         return rewarded(record, await score(self._task, prompt, record), prompt)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from moe_trm.learner.protocol import Learner
@@ -17,11 +19,12 @@ NUM_TEXTS, NUM_TOKENS = 4, 32
 class FixedTexts:
     """The texts of each push that is proved by use, `every` so many (`sync.prove_every`).
 
-    `scored`: the engine's weights are the learner's, so the learner scores the texts.
+    `scored`: the engine's weights are the learner's, so the learner scores the texts. `reserved`: ids that they must
+    not have, such as those of pictures.
     """
 
-    def __init__(self, vocab_size: int, every: int, *, scored: bool) -> None:
-        self._ids = fixed_ids(vocab_size)
+    def __init__(self, vocab_size: int, every: int, *, scored: bool, reserved: Collection[int] = ()) -> None:
+        self._ids = fixed_ids(vocab_size, reserved)
         self._cadence, self._scored, self._pushes = ProofCadence(every), scored, 0
 
     def take(self, learner: Learner, *, due: bool = False) -> tuple[ScoredText, ...]:
@@ -42,9 +45,13 @@ class FixedTexts:
         )
 
 
-def fixed_ids(vocab_size: int) -> torch.Tensor:
-    """`[NUM_TEXTS, NUM_TOKENS]` ids of the texts."""
-    return torch.randint(vocab_size, (NUM_TEXTS, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+def fixed_ids(vocab_size: int, reserved: Collection[int] = ()) -> torch.Tensor:
+    """`[NUM_TEXTS, NUM_TOKENS]` ids of the texts, none of them `reserved`."""
+    ids = torch.randint(vocab_size, (NUM_TEXTS, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+    if reserved:
+        allowed = torch.tensor([token for token in range(vocab_size) if token not in reserved])
+        ids = allowed[ids % len(allowed)]
+    return ids
 
 
 def batch_of(ids_BT: torch.Tensor) -> TokenBatch:

@@ -8,6 +8,7 @@ from moe_trm.tasks.arithmetic import ArithmeticTask
 from moe_trm.tasks.examples import Example, Fields, read_examples
 from moe_trm.tasks.file_task import FileTask
 from moe_trm.tasks.gsm8k import TEMPLATE, read_gsm8k
+from moe_trm.tasks.picture_rows import PictureRows
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.tasks.rewards import exact_reward
@@ -39,23 +40,25 @@ def build_task(config: TaskConfig, checkpoint: str, seed: int) -> Task:
     assert config.prompts is not None, "moe_trm.config.task_rules demands it"
     held_out = ({"": config.eval_prompts} if config.eval_prompts else {}) | config.eval_sets
     template = TEMPLATE if config.name == "gsm8k" else "{prompt}"
+    pictures = PictureRows(config.image_field, checkpoint) if config.image_field is not None else None
     return FileTask(
         tokens,
         scorer,
-        _examples(config, config.prompts),
-        {name: _examples(config, source)[: config.eval_size] for name, source in held_out.items()},
+        _examples(config, config.prompts, pictures),
+        {name: _examples(config, source, pictures)[: config.eval_size] for name, source in held_out.items()},
         seed=seed,
         template=config.template if config.template is not None else template,
         chat=config.chat,
         reward_weights=config.reward_weights,
+        pictures=pictures.tokens if pictures is not None else None,
     )
 
 
-def _examples(config: TaskConfig, source: str) -> list[Example]:
+def _examples(config: TaskConfig, source: str, pictures: PictureRows | None) -> list[Example]:
     if config.name == "gsm8k":
         return read_gsm8k(source)
     own_reward = config.reward is not None and ":" in config.reward
-    return read_examples(source, Fields(config.prompt_field, config.answer_field, need_answer=not own_reward))
+    return read_examples(source, Fields(config.prompt_field, config.answer_field, not own_reward, pictures))
 
 
 def _scorer(config: TaskConfig) -> Scorer:

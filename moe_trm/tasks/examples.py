@@ -5,15 +5,16 @@ from __future__ import annotations
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from moe_trm.errors import ConfigError
+from moe_trm.tasks.picture_rows import Picture, PictureRows
 from moe_trm.tasks.pictures import check_text_only
-from moe_trm.tasks.rows import Row, read_rows
+from moe_trm.tasks.rows import HUB, Row, read_rows
 
 MAX_LISTED = 20
 """Bad rows that an error names."""
@@ -27,25 +28,28 @@ Message = Mapping[str, str]
 class Example:
     """One row: `name` tells source and number.
 
-    `question` is a text, or messages of a chat; `extra` has the fields that are neither.
+    `question` is a text, or messages of a chat; `extra` has the fields that are neither. `pictures`: in the order of
+    their placeholders in the question.
     """
 
     name: str
     question: str | tuple[Message, ...]
     answer: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
 class Fields:
     """Names of the fields: `prompt`, or none: the first of `QUESTION_FIELDS` that is there.
 
-    `answer` may be missing when `need_answer` is off.
+    `answer` may be missing when `need_answer` is off. Without `pictures`, rows that have any are refused.
     """
 
     prompt: str | None = None
     answer: str = "answer"
     need_answer: bool = True
+    pictures: PictureRows | None = None
 
 
 def read_examples(
@@ -59,9 +63,10 @@ def read_examples(
     messages, or that has pictures, or whose answer is missing. All bad rows are told together.
     """
     examples, bad = list[Example](), list[ConfigError]()
+    folder = Path() if str(source).startswith(HUB) else Path(source).parent
     for row in read_rows(source, bad):
         try:
-            examples.append(finish(_example(row, fields or Fields()), row.where))
+            examples.append(finish(_example(row, fields or Fields(), folder), row.where))
         except ConfigError as error:
             bad.append(error)
     if bad:
@@ -86,10 +91,15 @@ def _together(source: str | Path, bad: Sequence[ConfigError], rows: int) -> Conf
     )
 
 
-def _example(row: Row, fields: Fields) -> Example:
+def _example(row: Row, fields: Fields, folder: Path) -> Example:
     candidates = (fields.prompt,) if fields.prompt else QUESTION_FIELDS
     key = next((name for name in candidates if name in row.fields), None)
-    check_text_only(row.fields, row.fields.get(key) if key else None, row.where)
+    pictures: tuple[Picture, ...] = ()
+    if fields.pictures is None:
+        check_text_only(row.fields, row.fields.get(key) if key else None, row.where)
+    else:
+        plain, pictures = fields.pictures.read(row.fields, key, folder, row.where)
+        row = replace(row, fields=plain)
     question = _question(row.fields[key]) if key else None
     if question is None or key is None:
         raise ConfigError(
@@ -111,7 +121,7 @@ def _example(row: Row, fields: Fields) -> Example:
         )
     extra = {name: value for name, value in row.fields.items() if name not in (key, fields.answer)}
     _check_sendable([question, answer, extra], row)
-    return Example(row.name, question, "" if missing else str(answer), extra)
+    return Example(row.name, question, "" if missing else str(answer), extra, pictures)
 
 
 def _check_sendable(values: object, row: Row) -> None:

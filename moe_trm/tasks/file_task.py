@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from moe_trm.errors import ConfigError
+from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.models.pictures import PictureTokens, expanded
 from moe_trm.tasks.examples import Example
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.scorer import Scorer
@@ -25,6 +27,7 @@ class FileTask:
         seed: of the order.
         template: text with `{prompt}` in it; plain `{prompt}` where a question is a list of messages.
         chat: give the text as the user's message of the chat template. Messages always go through it.
+        pictures: tokens of a model that is given pictures.
     """
 
     def __init__(
@@ -38,10 +41,11 @@ class FileTask:
         template: str,
         chat: bool,
         reward_weights: Mapping[str, float],
+        pictures: PictureTokens | None = None,
     ) -> None:
         self.tokens, self.reward_weights, self._scorer = tokens, reward_weights, scorer
         self._train, self._seed = train, seed
-        self._template, self._chat = template, chat
+        self._template, self._chat, self._pictures = template, chat, pictures
         self._eval = {
             name: tuple(self._prompt(example) for example in examples)
             for name, examples in evaluation.items()
@@ -67,13 +71,15 @@ class FileTask:
         long = (
             candidate
             for candidate in self._train
-            if _num_bytes(candidate) + around * (_num_messages(candidate) + 1) > room
+            if candidate.pictures or _num_bytes(candidate) + around * (_num_messages(candidate) + 1) > room
         )
         return [prompt for prompt in map(self._prompt, long) if len(prompt.token_ids) > room]
 
     def characters(self) -> set[str]:
         """All that occur in training prompts and their answers."""
-        return {letter for example in self._train for text in (*_texts(example), example.answer) for letter in {*text}}
+        placeholder = "" if self._pictures is None else self._pictures.placeholder
+        texts = (text for example in self._train for text in (*_texts(example), example.answer))
+        return {letter for text in texts for letter in {*(text.replace(placeholder, "") if placeholder else text)}}
 
     @property
     def num_train(self) -> int:
@@ -97,7 +103,7 @@ class FileTask:
         if isinstance(question, str):
             text = self._template.replace("{prompt}", question)
             if not self._chat:
-                return Prompt(example.name, self.tokens.encode(text), text, example.answer, example.extra)
+                return self._with_pictures(example, Prompt("", self.tokens.encode(text), text))
             question = ({"role": "user", "content": text},)
         elif self._template != "{prompt}":
             raise ConfigError(
@@ -108,7 +114,30 @@ class FileTask:
             )
         text = self.tokens.render(question)
         ids = self.tokens.encode_plain(text)
-        return Prompt(example.name, ids, text, example.answer, example.extra, tuple(question))
+        return self._with_pictures(example, Prompt("", ids, text, messages=tuple(question)))
+
+    def _with_pictures(self, example: Example, prompt: Prompt) -> Prompt:
+        """The prompt of the example, with its pictures and as many tokens as they have."""
+        token_ids = prompt.token_ids
+        if self._pictures is not None:
+            counts = [picture.tokens for picture in example.pictures]
+            try:
+                token_ids = expanded(token_ids, self._pictures.image, counts)
+            except ValueError as error:
+                raise CheckpointError(
+                    "the tokenizer or the chat template changes the placeholders of pictures",
+                    where=f"{self.tokens.folder}, {example.name}",
+                    got=str(error),
+                    expected=f"a token for each {self._pictures.placeholder}",
+                ) from error
+        return replace(
+            prompt,
+            prompt_id=example.name,
+            token_ids=token_ids,
+            answer=example.answer,
+            extra=example.extra,
+            pictures=tuple(picture.png() for picture in example.pictures),
+        )
 
 
 def _num_bytes(example: Example) -> int:

@@ -1,6 +1,7 @@
-"""Pictures, sound and video in rows of a prompt source: no model is given them here, so such rows are refused.
+"""Pictures, sound and video in rows of a prompt source that the model is not given: such rows are refused.
 
-Without its picture a question would train answers about something that the model never sees.
+Without its picture a question would train answers about something that the model never sees. `picture_rows` reads
+pictures, where `task.image_field` says that there are some.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ def check_text_only(fields: Mapping[str, Any], prompt: object, where: str) -> No
     """
     if medium := _in_fields(fields) or _in_messages(prompt) or _in_text(fields, prompt):
         raise ConfigError(
-            "a row of the prompt file has a picture, sound or video, which no model is given here",
+            "a row of the prompt file has a picture, sound or video, which the model is not given",
             where=where,
             got=medium,
             expected="text alone",
-            fix="remove such rows; rename a field that has one of these names and holds text",
+            fix=(
+                "set task.image_field for pictures, if the model takes any; else remove such rows; rename a field that "
+                "has one of these names and holds text"
+            ),
         )
 
 

@@ -200,6 +200,9 @@ class LearnerConfig(Section):
     freeze_router: bool = False
     """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts
     (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""
+    freeze_vision: bool = True
+    """With `task.image_field`: leave the vision tower as the checkpoint has it. Pushes then leave it out, and exports
+    have its bits."""
 
 
 class SyncConfig(Section):

@@ -32,6 +32,10 @@ class TaskConfig(Section):
     """Name of the field with the prompt; none: `prompt`, else `question`."""
     answer_field: str = "answer"
     """Name of the field with the expected answer, which only a reward function of your own can do without."""
+    image_field: str | None = None
+    """Name of the field with the pictures of a row (paths relative to the prompt file, or contents), whose places in
+    the prompt are `<image>`; parts of messages may hold them, too. None: rows with pictures are refused. Qwen3-VL-MoE
+    on the DeepSpeed learner with SGLang only (docs/pictures.md)."""
     eval_size: Count = 256
     """Held-out prompts per evaluation, of each set."""
     eval_sets: dict[str, str] = {}
@@ -68,6 +72,11 @@ class TaskConfig(Section):
     def reads_prompts(self) -> bool:
         """True when prompts come from `prompts`, not from the task itself."""
         return self.name != "arithmetic"
+
+    @property
+    def has_pictures(self) -> bool:
+        """True when prompts may have pictures, so that the whole model is served and trained."""
+        return self.image_field is not None
 
     @property
     def right_or_wrong(self) -> bool:

@@ -17,6 +17,7 @@ from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.lora import DeepSpeedAdapters, add_adapters
 from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.partitioned import partition
+from moe_trm.learner.deepspeed.pictures import PictureInputs
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
@@ -33,7 +34,9 @@ from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
-from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
+from moe_trm.models.hf_config import check_vocabulary, num_experts, read_full_config, read_hf_config
+from moe_trm.models.picture_processor import PictureProcessor
+from moe_trm.models.pictures import picture_tokens
 from moe_trm.models.registry import find_family
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer, moe_blocks
@@ -56,14 +59,19 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
     adapter_settings = requested_adapters(config.learner, config.seed, hf, checkpoint)
-    check_groups(config.optimizer, checkpoint.names if adapter_settings is None else adapter_settings.factor_names)
+    pictures = config.task.has_pictures
+    names = checkpoint.stored_names if pictures else checkpoint.names
+    check_groups(config.optimizer, names if adapter_settings is None else adapter_settings.factor_names)
     device, packed = _start_process_group(), config.batch.layout == "packed"
     partitioned = config.learner.deepspeed.zero_stage == 3
     # Of other families only transformers knows which tensors are lacking.
     by_parts = partitioned and find_family(hf) is not None
     recompute = config.learner.recompute == "full"
-    policy = load_policy(checkpoint, config.learner.dtype, recompute=recompute, packed=packed, empty=by_parts)
+    policy = load_policy(
+        checkpoint, config.learner.dtype, recompute=recompute, packed=packed, empty=by_parts, vision=pictures
+    )
     freeze(policy.causal, config.learner)
+    trains_vision = pictures and not config.learner.freeze_vision
     adapters = DeepSpeedAdapters() if adapter_settings is None else add_adapters(policy.causal, adapter_settings)
     adam = adamw(policy.causal, config.optimizer, adapters.factors)
     settings = zero_config(config.learner, config.optimizer)
@@ -88,8 +96,13 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         optimizer,
         replayer,
         HfExporter(
-            partial(owned_tensors, policy.causal, adapters, partitioned=partitioned),
-            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
+            partial(owned_tensors, policy.causal, adapters, partitioned=partitioned, vision=trains_vision),
+            ExportForm(
+                checkpoint,
+                config.learner.dtype,
+                config.train.export_form == "published",
+                trains_vision=trains_vision,
+            ),
         ),
         (PartitionSnapshots if partitioned else Snapshots)(
             [policy],
@@ -102,6 +115,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         device=device,
         packed=packed,
         noise=_layer_noise(policy, config.learner.layer_noise, config.seed, device),
+        pictures=_picture_inputs(config) if pictures else None,
     )
 
 
@@ -110,6 +124,12 @@ def _layer_noise(policy: HfPolicy, settings: LayerNoiseConfig, seed: int, device
         return None
     body: Any = body_of(policy.causal)
     return LayerNoise(dict(enumerate(body.layers)), len(body.layers), settings, seed, device)
+
+
+def _picture_inputs(config: Config) -> PictureInputs:
+    folder = config.model.checkpoint
+    tokens = picture_tokens(read_full_config(folder), f"{folder}/config.json")
+    return PictureInputs(PictureProcessor(folder), tokens.image, getattr(torch, config.learner.dtype))
 
 
 def close_learner() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.hf_config import library_config, read_full_config, read_hf_config
+from moe_trm.models.multimodal import expert_stack
 from moe_trm.models.tensors import is_prediction
 
 
@@ -38,7 +41,7 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
     if all(checkpoint.parts(name) == (name,) for name in checkpoint.names):
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, **options)
     else:
-        weights = {name: _Unread(checkpoint, name) for name in checkpoint.names}
+        weights = {name: _Unread(partial(checkpoint.read, name)) for name in checkpoint.names}
         model, loaded = getattr(transformers, config.architectures[0]).from_pretrained(
             None, state_dict=weights, **options
         )
@@ -46,6 +49,38 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
     # Under names of the model, in which the experts of a layer are one tensor.
     unexpected = {name for name in loaded["unexpected_keys"] if not is_prediction(name, hf)}
     return model, {**loaded, "unexpected_keys": unexpected}
+
+
+def config_with_vision(folder: Path) -> Any:
+    """transformers' configuration of the whole model of a release that reads images."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    full_config = read_full_config(folder)
+    kind: type[PreTrainedConfig] = type(AutoConfig.for_model(full_config["model_type"]))
+    return kind.from_dict(full_config)
+
+
+def load_with_vision(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """As `load_model`: the whole model of a release that reads images, under its published names.
+
+    Matrices of experts are turned here: transformers 5.19 turns those whose shape tells that they are transposed, and
+    so none that is square.
+    """
+    import transformers
+
+    full_config = read_full_config(checkpoint.folder)
+    kind = str(full_config["model_type"])
+    config = config_with_vision(checkpoint.folder)
+
+    def read(name: str) -> Tensor:
+        tensor = checkpoint.read_stored(name)
+        return tensor.transpose(1, 2).contiguous() if expert_stack(name, kind) else tensor
+
+    weights = {name: _Unread(partial(read, name)) for name in checkpoint.stored_names}
+    model: Any = getattr(transformers, full_config["architectures"][0])
+    options |= {"config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    loaded: tuple[Any, dict[str, Any]] = model.from_pretrained(None, state_dict=weights, **options)
+    return loaded
 
 
 def empty_model(checkpoint: HfCheckpoint, *, dtype: torch.dtype, **options: Any) -> Any:
@@ -93,8 +128,7 @@ def _read_buffers(causal: Any, checkpoint: HfCheckpoint) -> None:
 class _Unread:
     """A tensor that transformers reads by `[...]`, as it does a slice of a file."""
 
-    checkpoint: HfCheckpoint
-    name: str
+    read: Callable[[], Tensor]
 
     def __getitem__(self, everything: EllipsisType) -> Tensor:
-        return self.checkpoint.read(self.name)
+        return self.read()

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_trm.learner.base import LearnerBase, adds_in_order, check_native, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.deepspeed.optimizer import DeepSpeedGuardedOptimizer
+from moe_trm.learner.deepspeed.pictures import PictureInputs
 from moe_trm.learner.deepspeed.state import DeepSpeedState
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.layer_noise import LayerNoise
@@ -48,6 +49,7 @@ class DeepSpeedLearner(LearnerBase):
         device: where the model computes.
         packed: micro-batches are forwarded as packs of their tokens, not as padded rows.
         noise: on the inputs of layers in updates.
+        pictures: of rows, for a model with a vision tower.
     """
 
     _replayer: HFReplayer | None
@@ -65,6 +67,7 @@ class DeepSpeedLearner(LearnerBase):
         device: torch.device,
         packed: bool = False,
         noise: LayerNoise | None = None,
+        pictures: PictureInputs | None = None,
     ) -> None:
         assert dist.group.WORLD is not None, "torch.distributed must be initialised"
         one_by_one = getattr(engine.module.causal.config, "_experts_implementation", None) == "eager"
@@ -73,6 +76,7 @@ class DeepSpeedLearner(LearnerBase):
         super().__init__(replayer, exporter, snapshots, training, data, noise=noise, repeats_passes=in_order)
         self._engine, self._optimizer = engine, optimizer
         self._temperature, self._device, self._packed = temperature, device, packed
+        self._pictures = pictures
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """See `Learner.named_modules`."""
@@ -167,7 +171,9 @@ class DeepSpeedLearner(LearnerBase):
     ) -> Scores:
         moved, layout = on_device(batch, self._device), self._layout(batch)
         scoring = scoring_of(moved)
-        inputs = layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout
+        inputs: tuple[Any, ...] = (layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout)
+        if self._pictures is not None:
+            inputs += (self._pictures.of(batch, self._device),)
         if self._replayer is None:
             check_native(source)
             channels = self._engine(*inputs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_trm.errors import CheckpointError
-from moe_trm.learner.deepspeed.hf_model import empty_model, load_model
+from moe_trm.learner.deepspeed.hf_model import empty_model, load_model, load_with_vision
 from moe_trm.learner.deepspeed.packed import keep_states_apart, register
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.scoring import Scoring, score_hidden
@@ -42,12 +42,15 @@ class HfPolicy(nn.Module):
         self.causal = causal
         self.head = ScoringHead(causal.get_output_embeddings().weight)
 
-    def forward(self, input_ids: Tensor, scoring: Scoring, layout: AnyLayout) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, scoring: Scoring, layout: AnyLayout, pictures: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """`[B, R]` right-padded tokens -> `[P, B, R]` scores. Causal attention alone keeps the padding out.
 
-        A pack of `[1, T]` tokens gives `[P, 1, T]`; its sequences are kept apart by `packed.attention`.
+        A pack of `[1, T]` tokens gives `[P, 1, T]`; its sequences are kept apart by `packed.attention`. `pictures`:
+        the keywords of the model for them (`pictures.PictureInputs`).
         """
-        pack: dict[str, Any] = {}
+        pack: dict[str, Any] = {**(pictures or {})}
         if isinstance(layout, PackedLayout):
             pack = {
                 "position_ids": layout.position_ids().to(input_ids.device),
@@ -58,11 +61,18 @@ class HfPolicy(nn.Module):
 
 
 def load_policy(
-    checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed: bool = False, empty: bool = False
+    checkpoint: HfCheckpoint,
+    dtype: str,
+    *,
+    recompute: bool,
+    packed: bool = False,
+    empty: bool = False,
+    vision: bool = False,
 ) -> HfPolicy:
     """The model of `checkpoint` on the CPU, every tensor of it used; with `packed` it is forwarded on packs only.
 
-    With `empty` its parameters have no values yet: `partitioned.partition` reads them.
+    With `empty` its parameters have no values yet: `partitioned.partition` reads them. With `vision` it is the whole
+    model of a release that reads images, else its text.
 
     Raises:
         CheckpointError: tensors that are lacking, left over or of another shape, an output layer with a bias.
@@ -73,7 +83,8 @@ def load_policy(
     hf = read_hf_config(checkpoint.folder)
     options = {"dtype": getattr(torch, dtype), **_attention(hf, packed=packed)}
     options |= _experts(hf, options["dtype"])
-    causal = empty_model(checkpoint, **options) if empty else _whole_model(checkpoint, options)
+    load = load_with_vision if vision else load_model
+    causal = empty_model(checkpoint, **options) if empty else _whole_model(load, checkpoint, options)
     if getattr(causal.get_output_embeddings(), "bias", None) is not None:
         raise CheckpointError(
             "output layer with a bias",
@@ -89,9 +100,11 @@ def load_policy(
     return HfPolicy(causal)
 
 
-def _whole_model(checkpoint: HfCheckpoint, options: Mapping[str, Any]) -> Any:
+def _whole_model(
+    load: Callable[..., tuple[Any, dict[str, Any]]], checkpoint: HfCheckpoint, options: Mapping[str, Any]
+) -> Any:
     """transformers' model with every tensor of the checkpoint; see `load_policy`."""
-    causal, loaded = load_model(checkpoint, **options)
+    causal, loaded = load(checkpoint, **options)
     for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):
         if loaded[problem]:
             raise CheckpointError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError
 from moe_trm.learner.checkpoint.pieces import PieceReader
-from moe_trm.learner.deepspeed.hf_model import model_config
+from moe_trm.learner.deepspeed.hf_model import config_with_vision, model_config
 from moe_trm.learner.deepspeed.lora import canonical, places
 from moe_trm.learner.deepspeed.weights import checkpoint_form
 
@@ -23,13 +23,15 @@ class SavedModel:
 
     Args:
         folder: the checkpoint that training started from; only its config.json is read.
+        vision: the whole model of a release that reads images was trained.
     """
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, folder: Path, *, vision: bool = False) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+        kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         with torch.device("meta"):
-            self._causal: Any = AutoModelForCausalLM.from_config(model_config(folder))
+            self._causal: Any = kind.from_config(config_with_vision(folder) if vision else model_config(folder))
 
     @property
     def constants(self) -> frozenset[str]:

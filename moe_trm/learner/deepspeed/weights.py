@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.lora.adapter import Adapter
 from moe_trm.learner.snapshots import Snapshots
+from moe_trm.models.multimodal import expert_stack, is_vision
 
 _MOST = 2
 """Matrices of an expert in one stack, at most: gate and up."""
@@ -29,17 +30,21 @@ def is_factor(name: str) -> bool:
 
 
 @torch.no_grad()
-def owned_tensors(causal: Any, adapters: Merging, *, partitioned: bool) -> Iterator[tuple[str, Tensor]]:
+def owned_tensors(
+    causal: Any, adapters: Merging, *, partitioned: bool, vision: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """This rank's tensors, under the names and in the pieces of the checkpoint, one at a time.
 
-    Those with an adapter are merged with it, as passes have them.
+    Those with an adapter are merged with it, as passes have them. Without `vision`, those of a vision tower are left
+    out: they are the checkpoint's.
 
     Collective where `partitioned` (ZeRO-3). Whole weights are divided evenly over the ranks. The first rank owns all
     partitioned ones. They are gathered one after the other, so ranks that each wait for a receiver of their own would
     wait for each other.
     """
     zero, rank, size = load_deepspeed().zero, dist.get_rank(), dist.get_world_size()
-    for index, (name, tensor) in enumerate(_distinct(causal)):
+    named = ((name, tensor) for name, tensor in _distinct(causal) if vision or not is_vision(name))
+    for index, (name, tensor) in enumerate(named):
         owner, adapter = 0 if partitioned else index % size, adapters.of(name)
         parameters = [tensor, *(adapter.parameters() if adapter is not None else ())]
         with zero.GatheredParameters(parameters, enabled=partitioned and isinstance(tensor, nn.Parameter)):
@@ -53,7 +58,11 @@ def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})
-    return tensors
+    kind = causal.config.model_type
+    return {
+        hf_name: value.transpose(1, 2).contiguous() if expert_stack(hf_name, kind) else value
+        for hf_name, value in tensors.items()
+    }
 
 
 def matrices_of(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:

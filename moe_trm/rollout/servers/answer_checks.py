@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sampling_mask.record import SamplingMask
 
 POSITIVE_TOLERANCE = 1e-5
@@ -29,6 +30,28 @@ def check_prompt(prompt_ids: Sequence[int] | None, context: Sequence[int]) -> No
             got=None if prompt_ids is None else list(prompt_ids[:8]),
             expected=f"the ids that were asked, from {list(context[:8])}",
             fix="Look for a router, proxy or cache that hands on the answers of other requests, or drops fields.",
+        )
+
+
+def check_image_tokens(
+    prompt_ids: Sequence[int] | None, output_ids: Sequence[int], context: Sequence[int], model: ServedModel
+) -> None:
+    """Refuse an answer whose image tokens are others than the learner forwards.
+
+    The engine expands placeholders by itself, and the policy can sample an image token, which no picture belongs to.
+
+    Raises `RecordRejected` (`image_tokens`).
+    """
+    expected = context.count(model.image)
+    got = None if prompt_ids is None else list(prompt_ids).count(model.image or 0)
+    sampled = [token for token in output_ids if token in model.reserved]
+    if got != expected or sampled:
+        raise RecordRejected(
+            "image_tokens",
+            "the engine's image tokens are not those of the pictures that the learner forwards",
+            got=f"{got} in the prompt" if got != expected else f"the reserved id {sampled[0]} in the answer",
+            expected=f"{expected} in the prompt, none in the answer",
+            fix="Serve the run's own checkpoint folder, whose processor counted the tokens.",
         )
 
 

@@ -39,6 +39,7 @@ class Served:
     """The part of a run's settings that its servers are checked and started with.
 
     `routes`, `masks`: answers carry the experts and the kept ids of their tokens. `exact`: as `exact` of the run.
+    `pictures`: prompts have some, so the whole model is served.
     """
 
     model: ModelConfig
@@ -47,6 +48,7 @@ class Served:
     routes: bool
     masks: bool
     exact: bool
+    pictures: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Served:
@@ -58,6 +60,7 @@ class Served:
             routes=wants_routes(config),
             masks=config.keeps_masks,
             exact=config.exact,
+            pictures=config.task.has_pictures,
         )
 
 

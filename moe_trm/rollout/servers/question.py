@@ -32,7 +32,8 @@ class Question:
     """A question for one answer: the ids to continue, the sampling with the answer's most tokens, the fields of the
     record, and the first row of the routes to return; those before `start` are known.
 
-    `request_id` begins the id of each request that is sent for it, where the engine's answers name theirs.
+    `request_id` begins the id of each request that is sent for it, where the engine's answers name theirs. `pictures`:
+    of the runs of `image` tokens in `context`.
     """
 
     context: tuple[int, ...]
@@ -40,6 +41,8 @@ class Question:
     requested: RequestedFields
     start: int = 0
     request_id: str = ""
+    pictures: tuple[bytes, ...] = ()
+    image: int | None = None
 
 
 class AnswerFormat(ABC):

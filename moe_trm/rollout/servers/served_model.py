@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_trm.errors import CheckpointError
 from moe_trm.models.hf_config import moe_layers, num_experts, text_config
+from moe_trm.models.pictures import picture_tokens
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ServedModel:
         top_k: experts per token; 0 for a dense model.
         num_kv_heads: key and value heads of a layer.
         delta_rows: rows of q, k and v in the projection into the gated delta rule; none without one.
+        image, reserved: of a model that is served with its vision tower, as in `PictureTokens`.
     """
 
     architecture: str
@@ -35,13 +37,24 @@ class ServedModel:
     top_k: int
     num_kv_heads: int = 1
     delta_rows: tuple[int, ...] = ()
+    image: int | None = None
+    reserved: frozenset[int] = frozenset()
 
     @classmethod
-    def from_checkpoint(cls, folder: Path) -> ServedModel:
-        """Read `config.json` of a Hugging Face checkpoint folder: of its text. Raises `CheckpointError`."""
+    def from_checkpoint(cls, folder: Path, *, pictures: bool = False) -> ServedModel:
+        """Read `config.json` of a Hugging Face checkpoint folder: of its text, or all of it with `pictures`.
+
+        Raises `CheckpointError`.
+        """
         path = folder / "config.json"
         try:
-            return cls.from_config(text_config(json.loads(path.read_text())))
+            full_config = json.loads(path.read_text())
+            text = cls.from_config(text_config(full_config))
+            if not pictures:
+                return text
+            tokens = picture_tokens(full_config, str(path))
+            served = str(full_config["architectures"][0])
+            return replace(text, architecture=served, image=tokens.image, reserved=tokens.reserved)
         except OSError as error:
             raise CheckpointError(
                 "cannot read the checkpoint", where=str(path), got=error.strerror, expected="config.json"

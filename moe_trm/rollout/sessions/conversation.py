@@ -116,6 +116,7 @@ class Conversation:
             finish_reason=finish_reason or self._turns[-1].finish_reason,
             row=row,
             server=servers.pop() if len(servers) == 1 else None,
+            pictures=self._prompt.pictures,
         )
         return record.bound()
 

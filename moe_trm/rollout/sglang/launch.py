@@ -30,7 +30,7 @@ GRACE_S = 3.0
 def launched(served: Served, port: int, api_key: str, folder: Path) -> Iterator[Launch]:
     """See `ServerBackend.launch`."""
     settings, checkpoint = served.rollout.server, Path(served.model.checkpoint).resolve()
-    served_folder = folder_to_serve(checkpoint, folder, settings.dtype)
+    served_folder = checkpoint if served.pictures else folder_to_serve(checkpoint, folder, settings.dtype)
     # A file only this user can read: arguments are visible to everyone on the machine.
     secret = folder / "api-key.yaml"
     write_private(secret, f'api-key: "{api_key}"\n'.encode())

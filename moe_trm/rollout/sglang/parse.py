@@ -7,7 +7,7 @@ Shape letters: T tokens, S of them sampled in this answer and the others its con
 Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
 
 - `malformed` (not the agreed JSON), `aborted`, `empty_output`, `token_range`
-- `prompt_length`, `other_prompt`, `other_request`
+- `prompt_length`, `other_prompt`, `other_request`, `image_tokens`
 - `logprob_count`, `logprob_ids`, `logprob_value` (not finite, or positive)
 - `version_missing`, `version_unknown`, `mask_missing`, `route_missing`, `retraction_unknown`
 """
@@ -23,6 +23,7 @@ import numpy as np
 
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.servers.answer_checks import (
+    check_image_tokens,
     check_prompt,
     check_request,
     checked_logprobs,
@@ -153,6 +154,8 @@ def _finish_reason(answer: Answer, *, partial: bool) -> str:
 
 
 def _output_ids(answer: Answer, context: Sequence[int], model: ServedModel, requested: RequestedFields) -> np.ndarray:
+    if model.image is not None:
+        check_image_tokens(answer.prompt_token_ids, answer.output_ids, context, model)
     if answer.meta_info.prompt_tokens != len(context):
         raise RecordRejected(
             "prompt_length", "the engine saw another prompt", got=answer.meta_info.prompt_tokens, expected=len(context)

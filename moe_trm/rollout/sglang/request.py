@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import re
 
+from moe_trm.models.pictures import collapsed
 from moe_trm.rollout.servers.question import Question
 
 
@@ -28,6 +30,11 @@ def generate_request(question: Question) -> dict[str, object]:
         "return_logprob": True,
         "return_prompt_token_ids": True,
     }
+    if question.pictures:
+        assert question.image is not None, "the model of pictures has image tokens"
+        # SGLang expands each placeholder itself, and answers 500 to one that is expanded.
+        request["input_ids"] = collapsed(question.context, question.image)
+        request["image_data"] = [base64.b64encode(data).decode() for data in question.pictures]
     if question.request_id:
         request["rid"] = question.request_id
     if params.stop_texts:

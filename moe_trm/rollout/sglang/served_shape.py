@@ -51,6 +51,8 @@ def _reasons(server: Mapping[str, Any], model: ServedModel) -> Iterator[str]:
     for setting, harmless, why in UNKNOWN:
         if (value := server.get(setting, harmless[0])) not in harmless:
             yield f"{setting}={value}: {why}"
+    if model.image is not None:
+        yield f"{model.architecture}: tensors of a vision tower beside the text's"
     size = _attention_ranks(server)
     if server.get("device") == "cpu" and model.num_kv_heads % size:
         yield f"{model.num_kv_heads} key heads for {size} ranks: a server on a CPU adds heads of zeros"

@@ -81,6 +81,13 @@ def evaluate(config: Config, weights: Path, by: str, scratch: Path, log: Path) -
             expected="at least one prompt",
             fix="Give --prompts FILE.",
         )
+    if by == LEARNER and config.task.has_pictures:
+        raise ConfigError(
+            "the learner's own policy answers prompts of text alone here",
+            where="config key task.image_field",
+            got=config.task.image_field,
+            expected="an evaluation by the engine, which is given pictures",
+        )
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in BARE.items()}
     config = config.model_copy(update=sections)
     dtype = config.learner.dtype if by == LEARNER else config.rollout.server.dtype

@@ -71,7 +71,9 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        form = ExportForm(HfCheckpoint(start), _learner(manifest).dtype, published, loss)
+        learner = _learner(manifest)
+        trains_vision = _has_pictures(manifest) and not learner.freeze_vision
+        form = ExportForm(HfCheckpoint(start), learner.dtype, published, loss, trains_vision)
         _write(checkpoint, manifest, form, partial, shard_bytes)
     except BaseException:
         shutil.rmtree(partial)
@@ -84,7 +86,11 @@ def _write(checkpoint: Path, manifest: Manifest, form: ExportForm, folder: Path,
     hf = read_hf_config(start)
     reader = PieceReader(checkpoint / name for name in sorted(manifest.files) if name != STATE_FILE)
 
-    trained = form.written(_of_model(reader, hf, learner, form.source, where=str(checkpoint)))
+    if _has_pictures(manifest):
+        tensors = _with_vision(reader, learner, form.source, where=str(checkpoint))
+    else:
+        tensors = _of_model(reader, hf, learner, form.source, where=str(checkpoint))
+    trained = form.written(tensors)
     write_index(folder, write_files(folder, "model", chain(trained, form.kept()), shard_bytes))
     write_companions(folder, start, form.config())
 
@@ -102,14 +108,31 @@ def _of_model(
     for name in sorted(_expected(hf, source) - written):
         is_base = learner.lora.rank > 0 or is_frozen(name, learner)
         if not (is_base or name in constants or name.endswith(_CONSTANT)):
-            raise CheckpointError(
-                "a trained tensor is missing from the checkpoint",
-                where=f"{where}, {name}",
-                got=f"{len(written)} others",
-                expected=f"every trained tensor of {source.folder}",
-                fix="If the run started from another checkpoint, give its place with --model FOLDER.",
-            )
+            raise _missing(name, where, len(written), source)
         yield name, source.read(name)
+
+
+def _with_vision(
+    reader: PieceReader, learner: LearnerConfig, source: HfCheckpoint, *, where: str
+) -> Iterator[tuple[str, Tensor]]:
+    """As `_of_model`, of a run with pictures, under published names; a frozen vision tower is left out."""
+    from moe_trm.learner.deepspeed.saved import SavedModel
+
+    names = source.stored_names - (source.vision if learner.freeze_vision else frozenset())
+    written = set[str]()
+    for name, tensor in SavedModel(source.folder, vision=True).saved_tensors(reader):
+        if name not in names or source.shape(name) != tuple(tensor.shape):
+            raise _another(name, tensor, source, source.shape(name) if name in names else None)
+        written.add(name)
+        yield name, tensor
+    for name in sorted(names - written):
+        if not is_frozen(name, learner):
+            raise _missing(name, where, len(written), source)
+        yield name, source.read(name)
+
+
+def _has_pictures(manifest: Manifest) -> bool:
+    return manifest.config.get("task", {}).get("image_field") is not None
 
 
 def _saved(
@@ -136,7 +159,11 @@ def _learner(manifest: Manifest) -> LearnerConfig:
     learner = manifest.config.get("learner", {})
     return LearnerConfig(
         lora=lora_of(manifest),
-        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None},
+        **{
+            key: learner[key]
+            for key in ("backend", "dtype", "freeze_router", "freeze_vision")
+            if learner.get(key) is not None
+        },
     )
 
 
@@ -149,10 +176,24 @@ def _expected(hf: Mapping[str, Any], source: HfCheckpoint) -> frozenset[str]:
 
 def _check_shape(name: str, tensor: Tensor, source: HfCheckpoint) -> None:
     if name not in source.names or source.shape(name) != tuple(tensor.shape):
-        raise CheckpointError(
-            "the checkpoint is another model's than the one it started from",
-            where=name,
-            got=list(tensor.shape),
-            expected=list(source.shape(name)) if name in source.names else f"a tensor of {source.folder}",
-            fix="Give the checkpoint that this run started from with --model FOLDER.",
-        )
+        raise _another(name, tensor, source, source.shape(name) if name in source.names else None)
+
+
+def _another(name: str, tensor: Tensor, source: HfCheckpoint, shape: tuple[int, ...] | None) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is another model's than the one it started from",
+        where=name,
+        got=list(tensor.shape),
+        expected=f"a tensor of {source.folder}" if shape is None else list(shape),
+        fix="Give the checkpoint that this run started from with --model FOLDER.",
+    )
+
+
+def _missing(name: str, where: str, others: int, source: HfCheckpoint) -> CheckpointError:
+    return CheckpointError(
+        "a trained tensor is missing from the checkpoint",
+        where=f"{where}, {name}",
+        got=f"{others} others",
+        expected=f"every trained tensor of {source.folder}",
+        fix="If the run started from another checkpoint, give its place with --model FOLDER.",
+    )

@@ -91,6 +91,13 @@ def examine_growth(run: Path, steps: tuple[int, int], rows: int, scratch: Path) 
     texts = [stored_texts(folder, step, rows) for step in steps]
     targets = [_target(folder, step, scratch) for step in steps]
     config = _config(targets[1], scratch)
+    if config.task.has_pictures:
+        raise ConfigError(
+            "texts are served again without their pictures",
+            where="config key task.image_field",
+            got=config.task.image_field,
+            expected="a run on prompts of text alone",
+        )
     measures = config.rollout.temperature == 1.0
 
     def at(weights: Path) -> Config:

@@ -11,6 +11,7 @@ from typing import Any
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
+from moe_trm.models.pictures import picture_tokens
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.models.registry import FAMILIES, find_family, refuse_unsupported
 from moe_trm.rollout.servers.model_rules import check_served
@@ -125,6 +126,8 @@ class Work:
     def check_served(self, config: Config) -> None:
         """Refuse a model that the engine does not serve on GPUs. Raises `ConfigError`, `CheckpointError`."""
         masks, exact = config.keeps_masks, config.exact
+        if config.task.has_pictures:
+            picture_tokens(self.whole or self.hf, self.where)
         check_served(self.whole or self.hf, self.where, config.rollout, masks=masks, exact=exact, cuda=True)
 
     def model(self, config: Config) -> Model:

@@ -215,7 +215,13 @@ def _pictures(draft: Draft) -> None:
         if composed and draft.take(key) == name:
             draft.miss(key, "verl's default field, which rows need not have")
         elif draft.take(key) is not None:
-            draft.decide(key, "pictures and video: prompts are text here, and a row that has any cannot be trained on")
+            draft.decide(
+                key,
+                "pictures: task.image_field names their field, for Qwen3-VL-MoE with learner.backend=deepspeed and "
+                "SGLang alone (docs/pictures.md)"
+                if name == "images"
+                else "video: a row that has any cannot be trained on",
+            )
 
 
 def _strategy(draft: Draft) -> None:

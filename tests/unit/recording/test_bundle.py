@@ -85,6 +85,19 @@ def test_records_come_back_as_they_were(tmp_path: Path) -> None:
         assert_same(written, read)
 
 
+def test_pictures_come_back_with_their_records_and_are_written_once(tmp_path: Path) -> None:
+    """A reader of format 6 would take such a step for one of text."""
+    one, two = bytes(range(256)) * 40, b"another"
+    with_pictures = [dataclasses.replace(RECORDS[0], pictures=(one, two)), RECORDS[1]]
+    with_pictures += [dataclasses.replace(record, pictures=(one,)) for record in RECORDS[2:]]
+    writer, reader = BundleWriter(str(tmp_path)), BundleReader(str(tmp_path))
+    writer.write(1, with_pictures)
+    writer.write(2, RECORDS)
+    assert [record.pictures for record in reader.read(1)] == [record.pictures for record in with_pictures]
+    assert (reader.header(1).version, reader.header(2).version) == (7, 6)
+    assert (tmp_path / "step-000001.safetensors").read_bytes().count(one) == 1
+
+
 def test_every_cut_and_many_flipped_bits_are_noticed(tmp_path: Path) -> None:
     BundleWriter(str(tmp_path)).write(1, RECORDS)
     path, reader = tmp_path / "step-000001.safetensors", BundleReader(str(tmp_path))
@@ -101,7 +114,7 @@ def test_every_cut_and_many_flipped_bits_are_noticed(tmp_path: Path) -> None:
     assert len(reader.read(1)) == len(RECORDS)
 
 
-@pytest.mark.parametrize("change", [{"version": 7}, {"version": 3}, {"format": "something-else"}])
+@pytest.mark.parametrize("change", [{"version": 8}, {"version": 3}, {"format": "something-else"}])
 def test_other_formats_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     BundleWriter(str(tmp_path)).write(1, RECORDS)
     path = tmp_path / "step-000001.safetensors"

@@ -52,6 +52,7 @@ def rows() -> tuple[TrainRow, ...]:
         session=session,
         baseline=0.25,
         expected="42",
+        pictures=(b"one", b""),
         teacher_logprobs=np.array([-0.5, -1.5, -2.5], np.float32),
     )
     masked = replace(bare, sampling_mask=replace(bare.sampling_mask, logprobs=None, violations=2))
