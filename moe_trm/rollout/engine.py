@@ -32,18 +32,12 @@ class RolloutEngine(Protocol):
         """
 
     async def turn(
-        self,
-        context: Sequence[int],
-        params: SamplingParams,
-        *,
-        start: int = 0,
-        bare: bool = False,
-        pictures: tuple[bytes, ...] = (),
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
     ) -> SampledTurn:
         """Sample the continuation of `context`, which may hold earlier answers and the text between them.
 
         `start`: first row of the routes to return; those before it are known from earlier turns. `bare`: without routes
-        and masks. `pictures`: of the prompt; an engine that is given none need not take this keyword.
+        and masks. Engines of runs with `task.image_field` also take `pictures`, those of the prompt (`ServerEngine`).
         Raises as `generate` does.
         """
 

@@ -38,7 +38,7 @@ def main() -> None:
             "replay": {"mode": "R3"},
         }
     )  # fmt: skip
-    learner = build_learner(config)
+    learner: Any = build_learner(config)
     rank = dist.get_rank()
     before = {name: tensor.clone() for name, tensor in weights(learner)}
     pictures = [(png("red", SIZES[0]), png("blue", SIZES[1])), (png("green", SIZES[2]),)]
