@@ -39,6 +39,7 @@ GROUPS = {
     "integration/test_interrupted_samples.py": "tiny server",
     "integration/test_retraction.py": "tiny server",
     "integration/test_sampling_mask_engine.py": "tiny server",
+    "integration/test_sdk_examples.py": "tiny server",
     "integration/test_server_security.py": "tiny server",
     "integration/test_audit_server.py": "tiny server",
     "integration/test_several_servers.py": "tiny server",
