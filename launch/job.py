@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import secrets
 import signal
@@ -27,6 +28,7 @@ from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.run_folder.history import ALL_DONE, is_done, only_trainer
 from moe_trm.run_folder.run_end import LEARNER_LOCK, record_failure
 from moe_trm.runtime.gloo import LOOPBACK
+from moe_trm.runtime.interruption import ECHO_S
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.owned_process import OwnedProcess
 from moe_trm.runtime.private import remove_abandoned
@@ -163,11 +165,13 @@ class Signals:
 
     Attributes:
         first: number of the first one; 0 before it.
-        count: how many came.
+        count: how many came. SIGTERM again within `ECHO_S`, as service managers send it, is the same request; Ctrl-C
+            again is not.
     """
 
     def __init__(self) -> None:
         self.first = self.count = 0
+        self._last_s = -math.inf
         self._has_started = False
         self._before: dict[int, Any] = {}
 
@@ -188,7 +192,9 @@ class Signals:
         return self.first
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.first, self.count = self.first or number, self.count + 1
+        self.first = self.first or number
+        if number != signal.SIGTERM or time.monotonic() - self._last_s > ECHO_S:
+            self.count, self._last_s = self.count + 1, time.monotonic()
         if not self._has_started:
             os.write(2, b"stopped before anything was started\n")
             sys.exit(128 + number)

@@ -35,7 +35,7 @@ from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded
 from moe_trm.run_folder import run_end
 from moe_trm.run_folder.run_end import record_failure
-from moe_trm.runtime.interruption import ASKED
+from moe_trm.runtime.interruption import ASKED, ECHO_S
 from moe_trm.runtime.output import outliving_readers
 from moe_trm.runtime.private import Scratch
 from moe_trm.runtime.python import module_options
@@ -50,12 +50,14 @@ class Stop:
 
     A thread waits for them, and torchrun's own code is never interrupted: it would swallow what a handler raises. The
     ranks begin with both signals blocked, so that none is lost before their first instruction (`launch.train`). A rank
-    that begins after a signal gets it all the same.
+    that begins after a signal gets it all the same. SIGTERM that somebody else sends again within `ECHO_S` is the same
+    request.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self._direct = self._passed_on = 0
+        self._first_s = -math.inf
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
         for target in (self._listen, self._pass_on):
             threading.Thread(target=target, daemon=True).start()
@@ -66,8 +68,8 @@ class Stop:
             self.number = self.number or info.si_signo
             if info.si_pid == os.getppid():
                 self._passed_on += 1
-            else:
-                self._direct += 1
+            elif info.si_signo != signal.SIGTERM or time.monotonic() - self._first_s > ECHO_S:
+                self._direct, self._first_s = self._direct + 1, time.monotonic()
 
     @property
     def _times(self) -> int:

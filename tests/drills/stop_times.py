@@ -1,10 +1,11 @@
-"""Seconds until every rank has ended that was asked to, or that lost its controller, by mode, backend and moment.
+"""Seconds until every rank has ended that was asked to, or that lost its controller, and whether its step was saved.
 
 `python -m tests.drills.stop_times [--pairs] [--modes ...] [--backends ...] [--moments ...] [--by ...] [--json FILE]
 [key=value ...]` starts two ranks with a controller and a scripted server for each cell of the table, brings them to the
 moment, and sends the signal. `--pairs`: a few of the cells, in which each two of the four are seen together once. A
 rank that has failed has the other one asked to end, as by torchrun. What is left after `KILL_S` gets a SIGKILL. The
-table holds when no process needs more than `LIMIT_S` and none is killed; else the exit status is 1.
+table holds when no process needs more than `LIMIT_S`, none is killed, and whoever was asked to stop has written a
+checkpoint of the last step that is in its metrics; else the exit status is 1.
 
 The moments last: the server takes a minute for a token or for a push, and the first rank takes `DWELL_S` for an update
 or a checkpoint, for which the other one waits.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.options import command_line
+from benchmarks.short_run import metrics_of
 from benchmarks.table import Row, report
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.runtime.ending import run_to_end
@@ -46,10 +48,17 @@ SETTINGS = [
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
 MODES = {"sync": (), "one-step": ("pipeline.mode=one_step",), "async": ("pipeline.mode=async",)}
 MOMENTS = {
-    "peer": (), "server": (), "sampling": ("--token-s=60",), "update": (), "push": ("--load-s=60",), "checkpoint": (),
+    "peer": (), "server": (), "sampling": ("--token-s=60", "--slow-from=8"), "update": (), "push": ("--load-s=60",),
+    "checkpoint": (),
 }  # fmt: skip
 """What the server does then. The ranks wait for one that has not come; for a server; then as the names say."""
-SIGNALS = ("Ctrl-C", "SIGTERM to all", "SIGTERM to the controller", "SIGKILL of the controller")
+SAVED = ("sampling", "update", "push", "checkpoint")
+"""Moments at which there is something to save."""
+SIGNALS = (
+    "Ctrl-C", "SIGTERM to all", "SIGTERM to all, the controller first", "SIGTERM to all, twice",
+    "SIGTERM to the controller", "SIGKILL of the controller",
+)  # fmt: skip
+TWICE_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,11 +114,12 @@ def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[s
         config, port = write_config(folder, folder / "start"), free_port()
         settings = [*SETTINGS, *BACKENDS[backend], *MODES[mode], f"rollout.url=http://127.0.0.1:{port}"]
         saves = "checkpoint.every=1" if moment == "checkpoint" else "checkpoint.every=0"
+        run = folder / "runs" / "live"
         program = [__file__, str(config), *settings, saves, *overrides]
         environment = {**os.environ, "MOE_TRM_API_KEY": KEY, "DRILL_MOMENT": moment, "DRILL_FOLDER": temporary}
         with (
             (folder / "log").open("ab") as log,
-            serving(moment, port),
+            nullcontext() if moment == "server" else serving(MOMENTS[moment], port),
             ForkedRanks(program, 2, environment, [(log.fileno(), log.fileno())] * 2) as ranks,
         ):
             processes = [psutil.Process(rank.pid) for rank in ranks.processes]
@@ -121,7 +131,8 @@ def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[s
             for ended in (measured := ranks.processes[: len(processes)]):
                 ended.join()
             statuses = [str(ended.exitcode) for ended in measured]
-        if killed or seconds > LIMIT_S:
+        saved = newest_checkpoint(run) == len(metrics_of(run)) - 1 if moment in SAVED and "KILL" not in by else None
+        if killed or seconds > LIMIT_S or saved is False:
             print((folder / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
         return {
             "backend": backend,
@@ -131,7 +142,8 @@ def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[s
             "seconds": round(seconds, 1),
             "killed": killed,
             "exit": " ".join(statuses),
-            "verdict": "holds" if seconds <= LIMIT_S and not killed else "does not hold",
+            "saved": {True: "yes", False: "no", None: "–"}[saved],
+            "verdict": "holds" if seconds <= LIMIT_S and not killed and saved is not False else "does not hold",
         }
 
 
@@ -148,10 +160,14 @@ def await_moment(folder: Path, moment: str, ranks: Sequence[psutil.Process]) -> 
 def end(ranks: Sequence[psutil.Process], controllers: Sequence[psutil.Process], by: str) -> tuple[float, int]:
     """Send what ends them; seconds until the last is gone, and how many had to be killed."""
     number = {"Ctrl-C": signal.SIGINT, "SIGKILL of the controller": signal.SIGKILL}.get(by, signal.SIGTERM)
-    receivers = controllers if "controller" in by else ranks if by == "Ctrl-C" else [*ranks, *controllers]
+    receivers = [*controllers, *ranks] if "first" in by else [*ranks, *controllers]
+    receivers = ranks if by == "Ctrl-C" else receivers if "all" in by else controllers
     begun, killed, others_asked = time.monotonic(), 0, by != "SIGTERM to the controller" and "KILL" not in by
-    for process in receivers:
-        process.send_signal(number)
+    for _ in range(2 if "twice" in by else 1):
+        for process in receivers:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        time.sleep(TWICE_S if "twice" in by else 0.0)
     while left := [process for process in [*ranks, *controllers] if is_there(process)]:
         if not others_asked and any(rank not in left for rank in ranks):
             others_asked = True
@@ -166,15 +182,17 @@ def end(ranks: Sequence[psutil.Process], controllers: Sequence[psutil.Process], 
     return time.monotonic() - begun, killed
 
 
+def newest_checkpoint(run: Path) -> int:
+    """The step of the newest complete checkpoint; 0 where there is none."""
+    return max((int(path.name.rpartition("-")[2]) for path in run.glob("checkpoints/step-*")), default=0)
+
+
 @contextmanager
-def serving(moment: str, port: int) -> Iterator[None]:
-    """The server that does what the moment needs; none while it is the server that is waited for."""
-    if moment == "server":
-        yield
-        return
+def serving(options: Sequence[str], port: int) -> Iterator[None]:
+    """The scripted server."""
     program = [sys.executable, str(TESTS / "unit" / "rollout" / "script_server.py"), "--port", str(port)]
     environment = {**os.environ, "MOE_TRM_API_KEY": KEY}
-    command = [*program, "--key-in", "MOE_TRM_API_KEY", *MOMENTS[moment]]
+    command = [*program, "--key-in", "MOE_TRM_API_KEY", *options]
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield
@@ -226,7 +244,7 @@ def rank() -> int:
     replaced: list[tuple[Any, str, str, Callable[..., bool]]] = [
         (learner, "meet", "peer", lambda *_: True),
         (RolloutClient, "begin", "server", lambda *_: True),
-        (RolloutClient, "next_batch", "sampling", lambda *_: True),
+        (RolloutClient, "next_batch", "sampling", lambda _, step, *__: step > 1),
         (MegatronLearner, "update", "update", lambda *_: True),
         (DeepSpeedLearner, "update", "update", lambda *_: True),
         (RolloutClient, "push", "push", lambda _, version, *__: bool(version)),

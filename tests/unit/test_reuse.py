@@ -104,6 +104,16 @@ def buffer(ledger: Ledger, *, seed: int = 0, **changes: object) -> ReuseBuffer:
     return ReuseBuffer(PipelineConfig.model_validate(given), ledger, seed=seed)
 
 
+def test_younger_groups_are_drawn_more_often() -> None:
+    """Ages 2 and 0 at tau = 1: the older one in one of 1 + e^2 draws."""
+    older = 0
+    for seed in range(400):
+        held = buffer(Ledger(), seed=seed, reuse_groups=1, reuse_tau=1.0)
+        held.keep([group(0, 1), group(1, 3)])
+        older += held.draw(4, 3)[0].group.group_id == 0
+    assert older / 400 == pytest.approx(1 / (1 + math.exp(2)), abs=0.05)
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=12),

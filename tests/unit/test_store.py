@@ -137,6 +137,19 @@ def test_groups_that_are_sampled_or_empty_have_no_age() -> None:
     assert store.ages(1) == {}
 
 
+@pytest.mark.parametrize(("options", "held"), [({}, []), ({"ends_batch": False}, [2])])
+def test_a_whole_batch_gives_its_refills_back_and_a_part_does_not(options: dict[str, bool], held: list[int]) -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, refills=1)
+    for number in range(3):
+        opened(store, ledger, number, 1)
+    admit(store, ledger, 0, group(0, [0]), drop="zero_variance")
+    admit(store, ledger, 1, group(1, [0]))
+    assert len(store.take(1, 0, **options) or []) == 1
+    admit(store, ledger, 2, group(2, [0]), drop="zero_variance")
+    assert store.held() == held
+
+
 def test_taking_twice_gives_nothing_twice() -> None:
     ledger = Ledger()
     store = GroupStore(ledger)

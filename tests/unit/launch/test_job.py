@@ -93,6 +93,14 @@ def begun() -> Iterator[Signals]:
         yield signals
 
 
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_sigterm_that_is_repeated_is_one_request_and_ctrl_c_is_two(number: signal.Signals, count: int) -> None:
+    with begun() as signals:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert signals.count == count
+
+
 def child(code: str) -> OwnedProcess:
     return OwnedProcess([sys.executable, "-I", "-S", "-c", code], {})
 

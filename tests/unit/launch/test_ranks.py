@@ -122,11 +122,12 @@ time.sleep(2.0)
 
 
 def test_a_signal_to_every_process_of_a_job_is_one_request(tmp_path: Path) -> None:
-    """`moe-trm train` passes on what its launcher was sent as well."""
+    """`moe-trm train` passes on what its launcher was sent as well, and a service manager may send it again."""
     with started(tmp_path, COUNTS) as program:
         while len(list(tmp_path.glob("begun-*"))) < 2:
             time.sleep(0.02)
         program.send_signal(signal.SIGTERM)
-        subprocess.run([sys.executable, "-c", f"import os; os.kill({program.pid}, 15)"], check=True)
+        again = f"import os, time; os.kill({program.pid}, 15); time.sleep(0.3); os.kill({program.pid}, 15)"
+        subprocess.run([sys.executable, "-c", again], check=True)
         program.wait(120)
     assert [(tmp_path / f"heard-{rank}").read_text() for rank in range(2)] == ["1", "1"]

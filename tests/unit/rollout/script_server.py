@@ -60,7 +60,7 @@ class ScriptedServer(ThreadingHTTPServer):
         line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
         tokens: list[int] = []
         for token in islice(line, asked["most"]):
-            time.sleep(self.options.token_s)
+            time.sleep(self.options.token_s if number >= self.options.slow_from else 0.0)
             if self.aborts != aborts:
                 break
             tokens.append(token)
@@ -81,6 +81,7 @@ class ScriptedServer(ThreadingHTTPServer):
     def load(self, asked: Any) -> dict[str, Any]:
         """Read a push."""
         with self.paused:
+            print(f"loading {asked['version']}", flush=True)
             time.sleep(self.options.load_s if self.weights != "none" else 0.0)
             found, self.weights = digests(Path(asked["folder"])), str(asked["version"])
         if not self.options.stale or self.decoding == "none":
@@ -137,7 +138,8 @@ if __name__ == "__main__":
     parser.add_argument("--key-in", required=True, help="the environment variable that has the key")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
-    parser.add_argument("--token-s", type=float, default=0.0)
+    parser.add_argument("--token-s", type=float, default=0.0, help="duration of a token")
+    parser.add_argument("--slow-from", type=int, default=0, help="answers before this one take no time")
     parser.add_argument("--load-s", type=float, default=0.0, help="duration of every push but the first")
     parser.add_argument("--misreads", action="store_true")
     parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")

@@ -141,6 +141,12 @@ def counters_of(flips: SampleFlips) -> torch.Tensor:
     return torch.from_numpy(np.stack([due, due, due, flipped, 0 * due], axis=1))
 
 
+@pytest.mark.parametrize(("due", "experts"), [(0, (2, 8)), (400, (8, 8))])
+def test_nothing_due_and_a_layer_that_takes_all_experts_have_no_suspects(due: int, experts: tuple[int, int]) -> None:
+    nothing = np.zeros((2, LAYERS), np.int64)
+    assert suspects(SampleFlips.of(np.arange(2), nothing + due, nothing, nothing), *experts) == []
+
+
 def test_the_report_names_sample_layer_rate_and_what_was_expected() -> None:
     rng = np.random.default_rng(3)
     step = clean(rng, 0.01, 2, 8, np.full(32, 60))

@@ -91,6 +91,15 @@ def test_ranks_without_anything_to_prove_only_add(ranks: list[ProcessGroup]) -> 
         np.testing.assert_array_equal(flips.due, total(alone, LAYERS).due)
 
 
+def test_samples_of_one_rank_that_have_other_layers_keep_them(ranks: list[ProcessGroup]) -> None:
+    passes = [*passes_of(0, [7], [2]), *passes_of(0, [8], [0, 4])]
+    requested = total(passes, LAYERS)
+    for _, flips in everywhere(ranks, [passes, [], []], [torch.zeros(LAYERS, 7, dtype=torch.int64)] * RANKS):
+        assert flips.keys.tolist() == [7, 8]
+        np.testing.assert_array_equal(flips.due, requested.due)
+        np.testing.assert_array_equal(flips.lost, requested.lost)
+
+
 def test_a_single_process_adds_by_sample_alone() -> None:
     counters, (one,) = torch.ones(2, 2, dtype=torch.int64), passes_of(0, [3, 1, 3], [0], number=1)
     found, flips = over_ranks(counters, total([one], LAYERS), None, CPU)

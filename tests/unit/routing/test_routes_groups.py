@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from routing import RouteError, RouteRecord, encode, expert_dtype
+from routing.record.codec import CHECKSUM_BYTES, checksum
 from routing.record.groups import decode_group, encode_group, extend, shared_rows
 from routing.replay.load import expert_load, load_entropy, load_imbalance
 
@@ -108,6 +109,13 @@ def test_mutations_are_refused() -> None:
             changed += bytes(rng.integers(0, 256, 3, dtype=np.uint8))
         with pytest.raises(RouteError):
             decode_group(bytes(changed))
+
+
+def test_bytes_of_something_else_are_named_even_with_their_checksum() -> None:
+    other = b"none" + encode_group([record(12)])[4:-CHECKSUM_BYTES]
+    for data in (b"", b"MTRG", other + checksum(other)):
+        with pytest.raises(RouteError, match="damaged: not b"):
+            decode_group(data)
 
 
 def test_partial_records_round_trip_and_are_marked() -> None:

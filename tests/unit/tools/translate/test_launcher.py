@@ -86,6 +86,22 @@ def test_what_running_it_would_decide_is_a_to_do(tmp_path: Path) -> None:
     assert "use-tis" not in settings
 
 
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [
+        ('("normal", 8)', True),
+        ('("normal", 4)', False),
+        ('("debug", 8)', False),
+        ('("normal",)', False),
+        ('("normal", 8, 1)', False),
+        ('("debug" | "normal", _)', True),
+    ],
+)
+def test_options_are_matched_by_place_and_number(tmp_path: Path, pattern: str, fits: bool) -> None:
+    text = _LAUNCHER.replace("match args.gpus", "match (args.mode, args.gpus)").replace("case 4 | 8", f"case {pattern}")
+    assert read(tmp_path, text)["tensor-model-parallel-size"].value == ("4" if fits else "1",)
+
+
 def test_a_launcher_is_translated_whole(tmp_path: Path) -> None:
     file = tmp_path / "run.py"
     file.write_text(_LAUNCHER)

@@ -94,6 +94,9 @@ def test_a_whole_configuration(tmp_path: Path) -> None:
             {"learner.lora.rank": 8, "learner.lora.alpha": 32, "learner.lora.targets": ["q_proj"]},
         ),
         ({"top_p": 0.9}, {"rollout.top_p": 0.9, "sampling_mask.mode": "off"}),
+        # 256 samples of 4 x 8 processes: 8 optimizer steps' rows, 2 of each step
+        ({"generation_batch_size": 256, "steps_per_generation": None}, {"learner.minibatches": 4}),
+        ({"generation_batch_size": 256, "num_processes": None}, {"rollout.prompts_per_step": 16}),
         ({"vllm_importance_sampling_correction": False}, {"correction.rules": []}),
     ],
 )
@@ -102,6 +105,7 @@ def test_choices(tmp_path: Path, settings: dict[str, Any], values: dict[str, Any
     assert {key: draft.values[key] for key in values} == values
     assert not draft.to_do
     accepted(draft.values)
+    assert all(draft.accounted(key) for key in draft.settings)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +153,26 @@ def test_a_correction_without_an_upper_bound_is_open(tmp_path: Path) -> None:
     assert "no upper bound" in draft.to_do["vllm_importance_sampling_clip_max"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        (
+            {"generation_batch_size": 256, "steps_per_generation": None, "num_processes": None},
+            "generation_batch_size",
+            "depend on --num_processes",
+        ),
+        ({"generation_batch_size": 250}, "num_generations", "250 samples do not split into groups of 16"),
+        ({"gradient_accumulation_steps": 3}, "steps_per_generation", "8 do not split into steps of 3"),
+    ],
+)
+def test_batches_that_do_not_split_are_to_do(tmp_path: Path, settings: dict[str, Any], key: str, words: str) -> None:
+    assert words in of(tmp_path, **settings).to_do[key]
+
+
 def test_arguments_win_and_lists_are_read(tmp_path: Path) -> None:
     assert of(tmp_path, "--num_generations", "8", "--temperature=0.7").values["rollout.group_size"] == 8
+    read = of(tmp_path, "--report_to", "wandb", "tensorboard", "--bf16").settings
+    assert (read["report_to"].value, read["bf16"].value) == (["wandb", "tensorboard"], True)
     script = tmp_path / "run.sh"
     script.write_text("N=4\naccelerate launch grpo.py --num_generations $((N*2)) --model_name_or_path m --bf16\n")
     draft = from_trl(script)
