@@ -131,7 +131,8 @@ def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[s
             for ended in (measured := ranks.processes[: len(processes)]):
                 ended.join()
             statuses = [str(ended.exitcode) for ended in measured]
-        saved = newest_checkpoint(run) == len(metrics_of(run)) - 1 if moment in SAVED and "KILL" not in by else None
+        last = len(metrics_of(run)) - 1
+        saved = 0 < last == newest_checkpoint(run) if moment in SAVED and "KILL" not in by else None
         if killed or seconds > LIMIT_S or saved is False:
             print((folder / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
         return {
