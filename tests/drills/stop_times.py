@@ -161,7 +161,7 @@ def await_moment(folder: Path, moment: str, ranks: Sequence[psutil.Process]) -> 
 def end(ranks: Sequence[psutil.Process], controllers: Sequence[psutil.Process], by: str) -> tuple[float, int]:
     """Send what ends them; seconds until the last is gone, and how many had to be killed."""
     number = {"Ctrl-C": signal.SIGINT, "SIGKILL of the controller": signal.SIGKILL}.get(by, signal.SIGTERM)
-    receivers = [*controllers, *ranks] if "first" in by else [*ranks, *controllers]
+    receivers: Sequence[psutil.Process] = [*controllers, *ranks] if "first" in by else [*ranks, *controllers]
     receivers = ranks if by == "Ctrl-C" else receivers if "all" in by else controllers
     begun, killed, others_asked = time.monotonic(), 0, by != "SIGTERM to the controller" and "KILL" not in by
     for _ in range(2 if "twice" in by else 1):
