@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         else config.model_copy(update={name: getattr(Config(model=config.model), name) for name in CHOSEN})
     )
     if reads_images(full_config):
-        print("These are counts of the text model alone. The vision encoder is neither trained nor served.\n")
+        tower = "is served and forwarded beside it" if config.task.has_pictures else "is neither trained nor served"
+        print(f"These are counts of the text model alone. The vision encoder {tower}.\n")
     print(proposals(result, base))
     plan = build(config, work, cluster) if has_file else next(iter(result.plans), None)
     if plan is not None:
