@@ -103,14 +103,13 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
 
 
 def test_every_command_is_one_of_the_command_line() -> None:
-    """The slow test runs them."""
+    """The next test runs them."""
     for command in (command for page in PAGES for command in commands(page)):
         if command.startswith("moe-trm ") and home(command) is None:
             words = shlex.split(command.partition("|")[0].partition(" > ")[0])[1:]
             assert parse(words).run, command
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_pages(folder: Path) -> None:
     """In the order of the pages: train, look at the run, evaluate, export, try other rules on what it recorded."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
