@@ -190,4 +190,6 @@ def test_the_command_prints_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "grpo.yaml"
     file.write_text(yaml.safe_dump(WHOLE))
     assert main(["config", "from-trl", str(file)]) == 1
-    assert "group_size: 16  # num_generations" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nrollout:\n" in printed
+    assert "  group_size: 16  # num_generations" in printed

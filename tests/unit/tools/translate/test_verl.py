@@ -263,7 +263,8 @@ def test_the_length_of_a_run_is_counted_in_steps() -> None:
 
 
 def test_what_verl_assumes_is_written_out_and_named() -> None:
-    draft = of_verl({})
+    draft = of_verl({f"{ACTOR}.clip_ratio_low": 0.1})
+    assert not {key for key in draft.missing if "clip_ratio_" in key}, "what is translated or absent is not missed"
     assert draft.values["optimizer.lr"] == 1e-6
     assert draft.origins["optimizer.lr"] == f"{ACTOR}.optim.lr (verl's default)"
     expected = {"optimizer.warmup_steps": 0, "optimizer.betas": [0.9, 0.999], "rollout.server.tensor_parallel": 2}
