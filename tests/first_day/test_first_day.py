@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_trm.cli import parse
 from tests.integration.jobs import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -100,14 +98,6 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
     run_here = [command for command in every_command if home(command) is None]
     assert len(run_here) > 10
     assert not [command for command in run_here if not command.startswith("moe-trm ")]
-
-
-def test_every_command_is_one_of_the_command_line() -> None:
-    """The next test runs them."""
-    for command in (command for page in PAGES for command in commands(page)):
-        if command.startswith("moe-trm ") and home(command) is None:
-            words = shlex.split(command.partition("|")[0].partition(" > ")[0])[1:]
-            assert parse(words).run, command
 
 
 def test_the_commands_of_the_pages(folder: Path) -> None:
