@@ -60,6 +60,8 @@ class Header(CheckedHeader, kw_only=True):
     """Rewards of greedy answers to the records' prompts; empty where none was asked for."""
     pictures: list[list[int]] = msgspec.field(default_factory=list)
     """Numbers of each record's pictures among the different ones of the step; empty: no record has any."""
+    expected: list[str] = msgspec.field(default_factory=list)
+    """Answers that the reward compares with, for transcripts; empty where the task has none."""
 
 
 class BundleWriter:
@@ -108,6 +110,7 @@ class BundleWriter:
             rows=[record.row for record in records],
             sessions={record.sample_id: [*record.session] for record in records if record.session},
             pictures=[[*map(files.index, record.pictures)] for record in records] if files else [],
+            expected=[record.expected for record in records] if any(record.expected for record in records) else [],
         )
         write_checked(_path(self._folder, step), header, arrays)
 
@@ -287,6 +290,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 session=tuple(header.sessions.get(sample_id, ())),
                 baseline=header.baselines[number] if header.baselines else None,
                 pictures=pictures[number] if pictures else (),
+                expected=header.expected[number] if header.expected else "",
             )
         )
     return [record.bound() for record in records] if header.version == TOKENS_ALONE else records
