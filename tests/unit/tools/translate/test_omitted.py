@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from moe_trm.tools import translate
-from moe_trm.tools.translate import Draft
-from moe_trm.tools.translate.tables import OBJECTIVE
+from moe_trm.tools.translate import Draft, slime, verl
+from moe_trm.tools.translate.foreign_setting import ForeignSetting
+from moe_trm.tools.translate.nested import _READERS
+from moe_trm.tools.translate.tables import OBJECTIVE, Tables
+from moe_trm.tools.translate.values import direct
 from tests.unit.tools.translate.reading import of_slime, of_verl
 
 LEAST = {
@@ -72,6 +75,20 @@ def test_no_default_of_ours_decides_what_is_learned(tmp_path: Path, framework: s
     nothing = [ours for ours in OBJECTIVE if f"`{ours}`" in draft.to_do]
     assert all(draft.values[ours] == "???" for ours in nothing)
     assert all(f"to do: `{ours}`: the input says nothing" in draft.summary() for ours in nothing)
+
+
+def test_keys_of_public_launch_files_are_known() -> None:
+    """Keys of files that changed from June to August 2026 and are in no list of definitions (`public_files`)."""
+    lines = Path(__file__).with_name("cases").joinpath("public_keys.txt").read_text().split("\n")[:-1]
+    assert len(lines) == 650
+    tables = {"verl": verl.TABLES, "slime": slime.TABLES, "miles": slime.TABLES}
+    tables |= {name: Tables.read(name, _READERS, direct) for name in ("nemo-rl", "skyrl", "prime-rl", "areal")}
+    unknown = []
+    for framework, key in map(str.split, lines):
+        value: Any = ("0.37",) if framework in ("slime", "miles") else 0.37
+        if tables[framework].fate(key, ForeignSetting(key, value, "", "0.37"), {}).kind == "unknown":
+            unknown.append((framework, key))
+    assert unknown == []
 
 
 @pytest.mark.parametrize(
