@@ -10,7 +10,7 @@ import pytest
 from moe_trm.cli import main
 from moe_trm.tools.translate import Draft, from_slime, from_trl, from_verl, slime, trl, verl
 from moe_trm.tools.translate.foreign_setting import ForeignSetting
-from moe_trm.tools.translate.tables import Tables, guarded, listed_keys
+from moe_trm.tools.translate.tables import Tables, _among, guarded, listed_keys
 from tests.unit.tools.translate.reading import of_slime, of_verl
 
 CASES = Path(__file__).with_name("cases")
@@ -172,3 +172,7 @@ def test_an_unknown_setting_has_an_exit_code_of_its_own(tmp_path: Path, capsys: 
     assert "1 of them unknown" in capsys.readouterr().out
     assert main(["config", "from-verl", "--accept-unknown", str(file)]) == 1
     assert "accepted so" in capsys.readouterr().out
+
+
+def test_a_flag_of_several_words_or_of_none_has_no_harmless_value() -> None:
+    assert [_among(value, [4]) for value in (("4",), ("4", "4"), (), 4, 5)] == [True, False, False, True, False]

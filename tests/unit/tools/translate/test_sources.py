@@ -64,6 +64,7 @@ def test_a_text_over_several_lines_keeps_its_quotes_out_of_the_values(tmp_path: 
         ("case $X in\n  1) A=(a.b=1) ;;\nesac\npython3 -m verl.main_ppo c.d=2 ${A[@]}\n", "the script decides"),
         ("[ -f x ] && A=(a.b=1)\npython3 -m verl.main_ppo c.d=2 ${A[@]}\n", "the script decides"),
         ("go() {\n  A=(a.b=1)\n}\npython3 -m verl.main_ppo c.d=2 ${A[@]}\n", "the script decides"),
+        ("function go {\n  A=(a.b=1)\n}\npython3 -m verl.main_ppo c.d=2 ${A[@]}\n", "the script decides"),
         ("A=(a.b=1)\nif [ $X ]; then A2=($A); fi\npython3 -m verl.main_ppo c.d=2 $A2\n", "the script decides"),
         ("A=(a.b=1)\npython3 -m verl.main_ppo c.d=2\n", "does not pass it on"),
         ("A=(a.b=1)\necho ${A[@]}\npython3 -m verl.main_ppo c.d=2\n", "does not pass it on"),
