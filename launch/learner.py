@@ -48,7 +48,7 @@ from moe_trm.runtime.private import Scratch, write_private
 from moe_trm.step.fixed_texts import FixedTexts
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.sync.distributed import Sender
-from moe_trm.sync.rounding import Rounding, rounding_of
+from moe_trm.sync.rounding import rounding_of
 from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
@@ -264,19 +264,14 @@ def build_pusher(
 ) -> Pusher:
     """The pusher of weights to the engine: through files, or by broadcast from this machine."""
     rounding = rounding_of(config.rollout, config.train, config.seed)
-    texts = fixed_texts(config, rounding)
-    if not access.pushes:
-        receivers = config.rollout.traits.broadcast_receivers - 1 + config.rollout.server.tensor_parallel
-        sender = Sender(f"moe-trm-rank-{rank}", host.address, receivers)
-        return BroadcastPusher(learner, rollouts, sender, rounding, texts, colocated=config.rollout.colocate)
-    folder, colocated = Path(access.pushes), config.rollout.colocate
-    return DiskPusher(learner, rollouts, folder, rounding, texts, colocated=colocated)
-
-
-def fixed_texts(config: Config, rounding: Rounding) -> FixedTexts:
-    """The texts that prove pushes by use, where the engine scores tokens."""
+    # The texts that prove pushes by use, where the engine scores tokens.
     rollout = config.rollout
-    interval = config.sync.prove_every if rollout.traits.scores_tokens else 0
     differs = rollout.quantization is not None or rounding.fake is not None or bool(rounding.noises)
     model = ServedModel.from_checkpoint(Path(config.model.checkpoint), pictures=config.task.has_pictures)
-    return FixedTexts(model.vocab_size, interval, scored=not differs, reserved=model.reserved)
+    interval = config.sync.prove_every if rollout.traits.scores_tokens else 0
+    texts = FixedTexts(model.vocab_size, interval, scored=not differs, reserved=model.reserved)
+    if not access.pushes:
+        receivers = rollout.traits.broadcast_receivers - 1 + rollout.server.tensor_parallel
+        sender = Sender(f"moe-trm-rank-{rank}", host.address, receivers)
+        return BroadcastPusher(learner, rollouts, sender, rounding, texts, colocated=rollout.colocate)
+    return DiskPusher(learner, rollouts, Path(access.pushes), rounding, texts, colocated=rollout.colocate)

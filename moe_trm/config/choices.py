@@ -70,7 +70,12 @@ def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
         mask = config.sampling_mask.model_copy(update={"mode": choices[-1].value})
         config = config.model_copy(update={"sampling_mask": mask})
     if config.sync.method == "auto":
-        choices.append(Choice("sync.method", *sync_method(config.sync, config.rollout, config.pipeline)))
+        choices.append(
+            Choice(
+                "sync.method",
+                *sync_method(config.sync, config.rollout, config.pipeline, pictures=config.task.has_pictures),
+            )
+        )
         sync = config.sync.model_copy(update={"method": choices[-1].value})
         config = config.model_copy(update={"sync": sync})
     return config, tuple(choices)
@@ -179,7 +184,7 @@ def _replay(updates: int, max_age: int, *, frozen: bool = True) -> tuple[ReplayM
 
 
 def sync_method(
-    sync: SyncConfig, rollout: RolloutConfig, pipeline: PipelineConfig
+    sync: SyncConfig, rollout: RolloutConfig, pipeline: PipelineConfig, *, pictures: bool = False
 ) -> tuple[Literal["disk", "distributed"], str]:
     """How weights travel, and why. `auto` is never what a rule refuses."""
     if sync.method != "auto":
@@ -187,6 +192,8 @@ def sync_method(
     traits, ranks = rollout.traits, rollout.server.tensor_parallel
     if not traits.has_weights:
         return "disk", "this engine takes no weights"
+    if pictures:
+        return "disk", "broadcasts have not been tried with a vision tower, so the server has to see the folder"
     if sync.dir:
         return "disk", "sync.dir names a folder, which every server has to see"
     if not rollout.attached:

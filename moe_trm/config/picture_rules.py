@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LearnerConfig
 
 
 def refusals(config: Config) -> Iterator[Problem]:
@@ -50,7 +50,7 @@ def refusals(config: Config) -> Iterator[Problem]:
         )
 
 
-def idle_settings(config: Config) -> Iterator[str]:
+def idle_settings(learner: LearnerConfig, *, has_pictures: bool) -> Iterator[str]:
     """Settings that change nothing without pictures."""
-    if not config.task.has_pictures and "freeze_vision" in config.learner.model_fields_set:
+    if not has_pictures and "freeze_vision" in learner.model_fields_set:
         yield "learner.freeze_vision has no effect: without task.image_field the text model alone is trained"

@@ -86,7 +86,7 @@ def warnings(config: Config) -> list[str]:
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config.learner),
         *lora_rules.idle_settings(config.learner),
-        *picture_rules.idle_settings(config),
+        *picture_rules.idle_settings(config.learner, has_pictures=config.task.has_pictures),
         *precision_rules.surprises(config.learner, config.rollout, config.replay, config.probe, config.correction),
         *lora_rules.surprises(config.learner, config.rollout, config.probe),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config) if not row.refused),

@@ -31,15 +31,16 @@ def check_trained(config: Config, hf: Mapping[str, Any], where: str, *, megatron
     """
     if config.learner.backend == "deepspeed":
         check_model(config, hf)
-        _check_vision(config, world_size)
+        if config.task.has_pictures and not config.learner.freeze_vision:
+            _check_vision(world_size)
     else:
         check_layout(config, megatron, hf, world_size=world_size)
     quantisation_of(hf, where)
 
 
-def _check_vision(config: Config, world_size: int) -> None:
+def _check_vision(world_size: int) -> None:
     """DeepSpeed adds gradients up in the order in which they come, and of rows of text the tower has none."""
-    if config.task.has_pictures and not config.learner.freeze_vision and world_size > 1:
+    if world_size > 1:
         raise ConfigError(
             "ranks whose rows have no pictures would add their gradients to those of other weights",
             where="config key learner.freeze_vision",

@@ -115,7 +115,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         device=device,
         packed=packed,
         noise=_layer_noise(policy, config.learner.layer_noise, config.seed, device),
-        pictures=_picture_inputs(config) if pictures else None,
+        pictures=_picture_inputs(config.model.checkpoint, config.learner.dtype) if pictures else None,
     )
 
 
@@ -126,10 +126,9 @@ def _layer_noise(policy: HfPolicy, settings: LayerNoiseConfig, seed: int, device
     return LayerNoise(dict(enumerate(body.layers)), len(body.layers), settings, seed, device)
 
 
-def _picture_inputs(config: Config) -> PictureInputs:
-    folder = config.model.checkpoint
+def _picture_inputs(folder: str, dtype: str) -> PictureInputs:
     tokens = picture_tokens(read_full_config(folder), f"{folder}/config.json")
-    return PictureInputs(PictureProcessor(folder), tokens.image, getattr(torch, config.learner.dtype))
+    return PictureInputs(PictureProcessor(folder), tokens.image, getattr(torch, dtype))
 
 
 def close_learner() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from moe_trm.config.choices import replay_mode
 from moe_trm.config.schema import Config, LearnerConfig, OptimizerConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
@@ -51,7 +52,9 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             expected=f"padded, or one of {', '.join(_PACKED)}",
             fix="Set batch.layout=padded.",
         )
-    check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))
+    replay = replay_mode(config.learner, config.replay, config.pipeline, config.correction)
+    architecture, is_moe = str(hf_config.get("architectures")), bool(num_experts(hf_config))
+    check_routes(replay, config.loss, config.probe.every, architecture, is_moe=is_moe)
     check_lora(config.learner, hf_config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moe_trm.config.choices import replay_mode
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
@@ -28,7 +29,8 @@ def check_layout(
     parallel, where = config.learner.parallel, f"{config.model.checkpoint}/config.json"
     family = family_of(hf_config, where)
     _check_model(family, where, parallel, hf_config, exact=config.exact)
-    check_routes(config, family.architecture, is_moe=bool(moe_layers(hf_config)))
+    replay = replay_mode(config.learner, config.replay, config.pipeline, config.correction)
+    check_routes(replay, config.loss, config.probe.every, family.architecture, is_moe=bool(moe_layers(hf_config)))
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
     _check_divisibility(parallel, hf_config, world_size)
     check_shapes(config.learner, hf_config)

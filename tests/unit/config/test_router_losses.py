@@ -42,5 +42,7 @@ def test_adapters_on_routers_have_them() -> None:
 def test_dense_models_have_no_routers(key: str) -> None:
     settings = {"model": {"checkpoint": "a"}, "replay": {"mode": "none"}, "probe": {"every": 0}, "loss": {key: 0.01}}
     with pytest.raises(ConfigError, match="a loss of routers needs a mixture of experts") as error:
-        check_routes(Config.model_validate(settings), "Qwen3ForCausalLM", is_moe=False)
+        check_routes(
+            ("none", "as configured"), Config.model_validate(settings).loss, 0, "Qwen3ForCausalLM", is_moe=False
+        )
     assert f"loss.{key}" in str(error.value)
