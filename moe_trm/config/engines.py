@@ -37,6 +37,7 @@ class EngineTraits:
         scores_tokens: its servers decode greedily and score given tokens, so that pushes can be proved by use
             (`ServerBackend.decoded`, `ServerBackend.prefilled`).
         fixed_order: its servers can compute in an order of sums that the learner repeats (`exact`).
+        takes_pictures: its answers can be to prompts with pictures (`task.image_field`).
         packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
             `Problem`s. Empty: none.
@@ -56,6 +57,7 @@ class EngineTraits:
     awaits_weights: bool = False
     scores_tokens: bool = False
     fixed_order: bool = False
+    takes_pictures: bool = False
     packages: tuple[str, ...] = ()
     rules: str = ""
     model_rules: str = ""
@@ -70,6 +72,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             awaits_weights=True,
             scores_tokens=True,
             fixed_order=True,
+            takes_pictures=True,
             packages=("sglang==0.5.23",),
             rules="moe_trm.rollout.sglang.server_flags:refusals",
             model_rules="moe_trm.rollout.sglang.model_rules:check_model",
@@ -86,7 +89,7 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
             model_rules="moe_trm.rollout.vllm.model_rules:check_model",
             lowest_temperature=1e-2,  # takes this in place of less
         ),
-        "bundle": EngineTraits(has_weights=False, samples_live=False),
+        "bundle": EngineTraits(has_weights=False, samples_live=False, takes_pictures=True),
     }
 )
 """The engines of this repository. `moe_trm.rollout.build` makes them."""

@@ -21,7 +21,6 @@ def refusals(config: Config) -> Iterator[Problem]:
         ("learner.lora.rank", learner.lora.rank, (0,), "adapters are of the text model alone"),
         ("learner.layer_noise.sigma", learner.layer_noise.sigma, (0.0,), "noise is on the text model alone"),
         ("batch.layout", config.batch.layout, ("auto", "padded"), "attention over packs has no positions of pictures"),
-        ("rollout.engine", rollout.engine, ("sglang", "bundle"), "only requests of SGLang have pictures"),
         ("rollout.function", rollout.function, (None,), alone),
         ("rollout.agent", rollout.agent, (None,), alone),
         ("rollout.router", rollout.router, (None,), "a router is not known to hand pictures on"),
@@ -37,6 +36,13 @@ def refusals(config: Config) -> Iterator[Problem]:
         ("probe.bank", config.probe.bank, (0,), "fixed texts are prefilled without pictures"),
         ("exact", config.exact, (False,), "exact sums have not been tried with a vision tower"),
     ]
+    if not rollout.traits.takes_pictures:
+        yield Problem(
+            "rollout.engine",
+            "this engine is not known to take pictures with a prompt",
+            got=f"{rollout.engine} with task.image_field={config.task.image_field}",
+            expected="one that does (`takes_pictures`)",
+        )
     for key, got, allowed, why in needs:
         if got not in allowed:
             words = " or ".join("none" if value in (None, ()) else str(value).lower() for value in allowed[:2])
