@@ -119,6 +119,17 @@ def test_impossible_values_are_noticed(key: str, value: str) -> None:
     assert not is_possible(key, value)
 
 
+def test_defaults_are_those_of_the_settings() -> None:
+    """In the table of long runs, and of learner ranks that died in the README's words."""
+    rows = re.findall(rf"^\| `({KEY})` \| `?([\w.]+)`? \|", PAGES["docs/long_runs.md"], re.MULTILINE)
+    assert len(rows) > 5
+    for key, default in [*rows, ("train.max_restarts", "0")]:
+        setting = lookup(key)
+        assert setting is not None
+        assert parse_override(f"{key}={default}")[1] == setting.default, key
+    assert "up to `train.max_restarts` times, by default not at all" in " ".join(PAGES["README.md"].split())
+
+
 def test_metrics_exist() -> None:
     folders = metric_names.folders()
     named_here = [

@@ -20,6 +20,9 @@ from moe_trm.learner.lora.targets import adapted_modules, matrix_modules, module
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.sync.rounding import DTYPES
 
+CONVERTED = frozenset(("MixtralForCausalLM", "Qwen3MoeForCausalLM"))
+"""Architectures with adapted experts that peft loads: transformers 5 stacks experts, and peft converts these alone."""
+
 
 def lora_of(manifest: Manifest) -> LoraConfig:
     """The adapters of the run that wrote this checkpoint."""
@@ -53,6 +56,18 @@ def merged_tensors(
         precise = torch.promote_types(dtype, torch.float32)
         base = source.read(f"{module}.weight").to(dtype)
         yield f"{module}.weight", merged(base, b_OR.to(precise) @ a_RI.to(precise), learner.lora.scale)
+
+
+def peft_warning(checkpoint: Path, model: Path | None = None) -> str:
+    """Why peft cannot load the adapter of a `step-NNNNNN` folder as transformers 5 builds its model; else nothing."""
+    manifest = read_manifest(checkpoint)
+    (architecture,) = read_hf_config(model or Path(manifest.config["model"]["checkpoint"]))["architectures"]
+    if "experts" not in lora_of(manifest).targets or architecture in CONVERTED:
+        return ""
+    return (
+        f"peft with transformers 5 does not load adapters of {architecture}'s experts, which are stacked there: "
+        "leave out --adapter for the merged weights, or load it with transformers 4"
+    )
 
 
 def export_adapter(checkpoint: Path, out: Path, *, model: Path | None = None) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from moe_trm.errors import RunError
 from moe_trm.learner.checkpoint.folder import read_manifest
 from moe_trm.learner.hf_form import ChangeLoss
-from moe_trm.tools.export.adapter import export_adapter
+from moe_trm.tools.export.adapter import export_adapter, peft_warning
 from moe_trm.tools.export.checkpoint import export_checkpoint
 from moe_trm.tools.export.run_folder import open_run, run_around
 
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.adapter:
         place = args.out or checkpoint.parent / f"adapter-{step:06d}"
         print(f"{export_adapter(checkpoint, place, model=args.model)}: the adapter after step {step}, for peft")
+        if warning := peft_warning(checkpoint, args.model):
+            print(f"  warning   {warning}")
         return 0
     out = args.out or checkpoint.parent / f"hf-{step:06d}"
     loss = ChangeLoss()

@@ -121,7 +121,7 @@ def test_an_engine_without_log_probs_is_refused() -> None:
 
 def test_rules_on_the_engine_need_fresh_samples() -> None:
     engine: Rules = [("icepop", {"low": 0.5, "high": 2.0})]
-    with pytest.raises(ConfigError, match="merged"):
+    with pytest.raises(ConfigError, match=r"let the rule read `merged`.*in an adapter, `fresh=True`"):
         Trainer(current(), rules=engine)._compute_loss(SimpleNamespace(), batch())
     trainer = Trainer(current(), rules=engine, fresh=True)
     trainer._compute_loss(trainer.model, batch())

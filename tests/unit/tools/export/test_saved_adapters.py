@@ -114,6 +114,20 @@ def test_the_command_writes_the_adapter(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("family", "targets", "warned"),
+    [("olmoe", ["experts"], True), ("olmoe", ["attention"], False), ("qwen3_moe", ["experts"], False)],
+)
+def test_an_adapter_that_peft_cannot_load_is_written_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, targets: list[str], warned: bool
+) -> None:
+    start = make_family(family, tmp_path / "start", num_hidden_layers=1, num_experts=2)
+    lora = {**LORA, "targets": targets}
+    checkpoint = save(tmp_path, start, "megatron", iter(half_factors(start, lora).items()), lora=lora)
+    assert moe_trm(["export", str(checkpoint), "--adapter"]) == 0
+    assert ("does not load adapters of OlmoeForCausalLM's experts" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize(
     ("release", "targets", "backend"),
     [
         ("deepseek_v3", LORA["targets"], "megatron"),
