@@ -163,3 +163,20 @@ def test_a_job_saves_before_its_end_and_goes_on_when_it_is_preempted(tiny_moe: P
         assert slurm.steps() == [*range(slurm.steps()[-1] + 1)], "the step of the requeue was saved"
         slurm.ask("scancel", job)
         slurm.until(lambda: slurm.state(job) == "CANCELLED")
+
+
+def test_a_signal_to_every_process_of_a_job_saves(tiny_moe: Path, tmp_path: Path) -> None:
+    """As `scancel --full` sends it: batch script, `srun`, servers, torchrun, ranks and controllers."""
+    endless = ("train.steps=1000", "checkpoint.every=100000")
+    with cluster(tmp_path, tiny_moe) as slurm:
+        slurm.begins.touch()
+        job = slurm.submit(*endless)
+        slurm.until(lambda: len(slurm.steps()) > 1)
+        slurm.ask("scancel", "--full", "--signal=TERM", job)
+        slurm.until(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
+        saved = slurm.steps()[-1]
+        job = slurm.submit(*endless)
+        slurm.until(lambda: slurm.steps()[-1] > saved)
+        assert slurm.steps() == [*range(slurm.steps()[-1] + 1)], "the step of the signal was saved"
+        slurm.ask("scancel", job)
+        slurm.until(lambda: slurm.state(job) == "CANCELLED")
