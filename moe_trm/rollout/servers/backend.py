@@ -141,7 +141,8 @@ class ServerBackend(AnswerFormat):
         checkpoint, rollout = served.model.checkpoint, served.rollout
         cuda = server_device(rollout.server, cuda=torch.cuda.is_available())[0] == "cuda"
         full_config, where = read_full_config(checkpoint), f"{checkpoint}/config.json"
-        check_served(full_config, where, rollout, masks=served.masks, exact=served.exact, cuda=cuda)
+        masks, exact, pictures = served.masks, served.exact, served.pictures
+        check_served(full_config, where, rollout, masks=masks, exact=exact, pictures=pictures, cuda=cuda)
 
     def unpredicted(self, settings: Mapping[str, Any], model: ServedModel) -> str:
         """The reasons why the checksums of a server with these settings are not predicted; empty: they are.

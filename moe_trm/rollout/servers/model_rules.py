@@ -14,15 +14,22 @@ from moe_trm.methods.load import load_function
 
 
 def check_served(
-    full_config: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
+    full_config: Mapping[str, Any],
+    where: str,
+    rollout: RolloutConfig,
+    *,
+    masks: bool,
+    exact: bool,
+    pictures: bool,
+    cuda: bool,
 ) -> None:
     """Refuse a model that the engine of `rollout` cannot serve, by the rules that its traits name.
 
     Args:
-        whole: config.json as it is.
+        full_config: config.json as it is.
         where: its file.
         rollout: the engine and its server.
-        masks, exact: as of `Served`.
+        masks, exact, pictures: as of `Served`.
         cuda: the server that the run starts computes on CUDA.
 
     Raises:
@@ -31,4 +38,4 @@ def check_served(
     """
     if rollout.traits.has_servers and rollout.traits.model_rules:
         check = load_function(rollout.traits.model_rules, key=KEY)
-        check(full_config, where, rollout, masks=masks, exact=exact, cuda=cuda)
+        check(full_config, where, rollout, masks=masks, exact=exact, pictures=pictures, cuda=cuda)

@@ -15,12 +15,20 @@ from moe_trm.rollout.sglang.served_differences import (
     check_intervals,
     check_layers,
     check_options,
+    check_vision_levels,
 )
 from moe_trm.rollout.sglang.start_folder import check_quantised
 
 
 def check_model(
-    full_config: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
+    full_config: Mapping[str, Any],
+    where: str,
+    rollout: RolloutConfig,
+    *,
+    masks: bool,
+    exact: bool,
+    pictures: bool,
+    cuda: bool,
 ) -> None:
     """See `check_served`, `check_quantised` of `start_folder`, and each `check_*` of `served_differences`."""
     hf, server = text_config(full_config), rollout.server
@@ -37,5 +45,6 @@ def check_model(
         lambda: check_layers(hf, where),
         lambda: check_options(hf, where),
         lambda: check_epsilons(hf, where),
+        lambda: check_vision_levels(full_config, where) if pictures else None,
         kernels,
     )

@@ -37,6 +37,8 @@ _SAID = MappingProxyType({"scoring_func": "sigmoid", "use_qk_norm": True, "use_r
 HARMLESS_EPSILON = 1e-5
 """Difference of two epsilons up to which log-probs of tiny models were less than 1e-3 nats apart."""
 _INTERVAL = "full_attention_interval"
+VISION_LEVELS = 3
+"""Outputs of a vision tower that SGLang's Qwen3-VL-MoE adds to the first text layers."""
 ROTATED_HEADS = (64, 128, 256, 512)
 """Head sizes of the CUDA kernel by which SGLang rotates keys and stores them in a bfloat16 cache."""
 _EVERY_NORM = 1e-5
@@ -162,6 +164,27 @@ def check_epsilons(hf: HfConfig, where: str) -> None:
             got=f"{served:g} in the engine, {learner:g} in the learner",
             expected=f"a difference of at most {HARMLESS_EPSILON:g}",
             fix="Check rms_norm_eps: published checkpoints of this architecture have 1e-6 or 1e-5.",
+        )
+
+
+def check_vision_levels(full_config: HfConfig, where: str) -> None:
+    """Refuse prompts with pictures for a model whose vision tower hands another number of levels to the text layers.
+
+    SGLang's Qwen3-VL-MoE adds three (`deepstack_embed_to_decoder_layer`), whatever config.json says: it leaves a fourth
+    out, and the first picture ends a server of fewer.
+
+    Raises:
+        CheckpointError: `deepstack_visual_indexes` has another number of layers than three.
+    """
+    vision = full_config.get("vision_config") or {}
+    levels = vision.get("deepstack_visual_indexes", range(VISION_LEVELS))  # transformers' default has three, too
+    if len(levels) != VISION_LEVELS:
+        raise CheckpointError(
+            "SGLang 0.5.23 adds three levels of the vision tower to the text layers, whatever config.json says",
+            where=f"{where}, vision_config.deepstack_visual_indexes",
+            got=f"{len(levels)} levels with task.image_field",
+            expected=f"{VISION_LEVELS}",
+            fix="Use a release, or leave task.image_field out: prompts of text alone do not pass the tower.",
         )
 
 

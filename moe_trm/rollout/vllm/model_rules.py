@@ -14,7 +14,14 @@ from moe_trm.rollout.vllm.request import LISTED_IDS
 
 
 def check_model(
-    full_config: Mapping[str, Any], where: str, rollout: RolloutConfig, *, masks: bool, exact: bool, cuda: bool
+    full_config: Mapping[str, Any],
+    where: str,
+    rollout: RolloutConfig,
+    *,
+    masks: bool,
+    exact: bool,
+    pictures: bool,
+    cuda: bool,
 ) -> None:
     """See `check_served`. Also a cache smaller than the longest sequence."""
     hf = text_config(full_config)

@@ -125,10 +125,11 @@ class Work:
 
     def check_served(self, config: Config) -> None:
         """Refuse a model that the engine does not serve on GPUs. Raises `ConfigError`, `CheckpointError`."""
+        whole, rollout, pictures = self.whole or self.hf, config.rollout, config.task.has_pictures
         masks, exact = config.keeps_masks, config.exact
-        if config.task.has_pictures:
-            picture_tokens(self.whole or self.hf, self.where)
-        check_served(self.whole or self.hf, self.where, config.rollout, masks=masks, exact=exact, cuda=True)
+        if pictures:
+            picture_tokens(whole, self.where)
+        check_served(whole, self.where, rollout, masks=masks, exact=exact, pictures=pictures, cuda=True)
 
     def model(self, config: Config) -> Model:
         """Raises `ConfigError` or `CheckpointError` for adapters or a model that cannot be, or cannot be counted."""

@@ -14,7 +14,7 @@ import pytest
 from launch.start.preflight import check_model_and_layout
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.models.hf_config import LAYER_KEYS
+from moe_trm.models.hf_config import LAYER_KEYS, text_config
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.rollout.servers.backend import Served
 from moe_trm.rollout.servers.indexers import check_indexer
@@ -23,6 +23,7 @@ from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.rollout.sglang.served_differences import (
     READ_KEYS,
     ROTATED_HEADS,
+    VISION_LEVELS,
     check_cuda_kernels,
     check_epsilons,
     check_intervals,
@@ -34,7 +35,9 @@ from moe_trm.rollout.sglang.served_differences import (
 from moe_trm.rollout.vllm.backend import VllmBackend
 from moe_trm.tools.doctor.examine import without_weights
 from moe_trm.tools.doctor.served import known_difference
+from moe_trm.tools.plan.build import Work
 from tests.published_models import published_config
+from tests.unit.tools.plan.test_search import work as planned
 
 FILES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), "deepseek_v2"),
@@ -207,3 +210,35 @@ def test_a_server_on_a_cpu_serves_heads_of_every_size(tmp_path: Path, device: st
     )
     with pytest.raises(CheckpointError, match="heads") if refused else nullcontext():
         launch_command(Served.of(config), tmp_path, 7, "k.yaml")
+
+
+@pytest.mark.parametrize("levels", [1, 3, 4])
+def test_pictures_need_three_levels_of_the_vision_tower(levels: int, tmp_path: Path) -> None:
+    """The installed source adds three; the planner and both starts ask the same rule."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "srt" / "models" / "qwen3_vl_moe.py").read_text()
+    assert f"self.deepstack_embed_to_decoder_layer = range({VISION_LEVELS})" in source
+    text = {key: value for key, value in published_config("qwen3_30b_a3b").items() if key != "architectures"}
+    ids = {f"{name}_token_id": number for number, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    vision = {"deepstack_visual_indexes": [*range(levels)]}
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": text, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(whole | ids | {"model_type": "qwen3_vl_moe"}))
+    (tmp_path / "rows.jsonl").write_text("")
+    shared = {"model": {"checkpoint": str(tmp_path)}, "learner": {"backend": "deepspeed"}}
+    task = {"name": "jsonl", "prompts": str(tmp_path / "rows.jsonl"), "eval_size": 0}
+    pictured = Config.model_validate({**shared, "task": {**task, "image_field": "images"}, "train": {"eval_every": 0}})
+    layout, *_ = without_weights(pictured, 1)
+    other = levels != VISION_LEVELS
+    with pytest.raises(CheckpointError, match="adds three levels") if other else nullcontext() as caught:
+        SglangBackend().check(Served.of(pictured))
+    work = Work(text_config(whole), planned("qwen3_30b_a3b", pictured).assumptions, "config.json", whole | ids)
+    with pytest.raises(CheckpointError, match="adds three levels") if other else nullcontext():
+        work.check_served(pictured)
+    assert layout.status == ("fail" if other else "ok")
+    assert ("adds three levels" in layout.says) == other
+    if caught is not None:
+        assert caught.value.where.endswith("config.json, vision_config.deepstack_visual_indexes")
+        assert caught.value.got == f"{levels} levels with task.image_field"
+    SglangBackend().check(Served.of(Config.model_validate({**shared, "task": task, "train": {"eval_every": 0}})))
