@@ -13,6 +13,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.quantisation import quantisation_of
+from moe_trm.models.registry import find_family
 
 
 def check_trained(config: Config, hf: Mapping[str, Any], where: str, *, megatron: str, world_size: int) -> None:
@@ -27,7 +28,8 @@ def check_trained(config: Config, hf: Mapping[str, Any], where: str, *, megatron
 
     Raises:
         ConfigError: a layout or combination that is refused.
-        CheckpointError: a model that this learner does not support, or weights in a form that is not read here.
+        CheckpointError: a model that this learner does not support, or weights in a form that is not read here; on
+            DeepSpeed, a family without a description here for which replay is not exact (`check_proved`).
     """
     if config.learner.backend == "deepspeed":
         check_model(config, hf)
@@ -36,6 +38,19 @@ def check_trained(config: Config, hf: Mapping[str, Any], where: str, *, megatron
     else:
         check_layout(config, megatron, hf, world_size=world_size)
     quantisation_of(hf, where)
+    if config.learner.backend == "deepspeed":
+        check_proved(hf, where)
+
+
+def check_proved(hf: Mapping[str, Any], where: str) -> None:
+    """The proof of the DeepSpeed learner for a family that has no description here, before anything is started.
+
+    Raises `CheckpointError` as `conformance.check_conformance`, which needs torch.
+    """
+    if find_family(hf) is None:
+        from moe_trm.learner.deepspeed.conformance import check_conformance
+
+        check_conformance(hf, where)
 
 
 def _check_vision(world_size: int) -> None:

@@ -101,6 +101,30 @@ def test_a_signal_to_a_whole_control_group(tiny_moe: Path, tmp_path: Path, momen
     assert_goes_on(tmp_path, [*command, "rollout.server.extra_args=[]"])
 
 
+def test_a_grace_period_that_ends_too_early_costs_the_steps_since_the_last_checkpoint(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    """SIGKILL for every process while what is reached is being saved, and another run goes on."""
+    command = [sys.executable, "-m", "moe_trm", "train", *config_of(tmp_path, tiny_moe), "checkpoint.every=2"]
+    run = tmp_path / "runs" / "live"
+    job = Job(command, tmp_path / "job.log")
+    until(lambda: newest_checkpoint(run) > 0, job)
+    everyone = [psutil.Process(job.process.pid), *psutil.Process(job.process.pid).children(recursive=True)]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in everyone:
+            if process.is_running():
+                process.send_signal(number)
+        time.sleep(0.1)
+    assert job.wait(10) == -signal.SIGKILL
+    saved, last = newest_checkpoint(run), len(metrics_of(run)) - 1
+    assert 0 < saved <= last
+    again = Job([*command, f"train.steps={last + 1}"], tmp_path / "again.log")
+    assert again.wait() == 0, again.output[-5000:]
+    assert f"going on after step {saved}" in again.output
+    assert [row["step"] for row in metrics_of(run)] == list(range(last + 2))
+    assert books_balance(metrics_of(run))
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="it needs root and unshare")
 @pytest.mark.parametrize("moment", ["sampling", "steps"])
 def test_a_signal_to_process_1_of_a_container(tiny_moe: Path, tmp_path: Path, moment: str) -> None:

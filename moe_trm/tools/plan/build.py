@@ -11,6 +11,7 @@ from typing import Any
 from moe_trm.config.flat import flatten
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.model_rules import check_proved
 from moe_trm.models.pictures import picture_tokens
 from moe_trm.models.quantisation import quantisation_of
 from moe_trm.models.registry import FAMILIES, find_family, refuse_unsupported
@@ -136,12 +137,13 @@ class Work:
         refuse_unsupported(self.hf, self.where)
         if config.learner.backend == "deepspeed" and find_family(self.hf) is None:
             quantisation_of(self.hf, self.where)
+            check_proved(self.hf, self.where)
             raise CheckpointError(
                 "the planner does not know the sizes of this architecture",
                 where=self.where,
                 got=self.hf.get("architectures") or [""],
                 expected=f"one of {', '.join(family.architecture for family in FAMILIES.values())}",
-                fix="Start it without a plan: the DeepSpeed learner proves such a family on a tiny model first.",
+                fix="Start it without a plan: replay was proved exact just now, on a tiny model of its classes.",
             )
         return with_adapters(model_of(self.hf, self.where), self.hf, config.learner.lora, self.where)
 

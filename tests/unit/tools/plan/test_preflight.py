@@ -15,7 +15,6 @@ from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, MoeTrmError, SeveralRefusals
 from moe_trm.models.hf_config import text_config
-from moe_trm.models.registry import find_family
 from moe_trm.tools.plan import search as planner
 from moe_trm.tools.plan.build import Work
 from moe_trm.tools.plan.cluster import Cluster
@@ -36,6 +35,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mimo": ({**published_config("qwen3_30b_a3b"), "architectures": ["MiMoV2FlashForCausalLM"]}, "not supported"),
     "nemotron": ({**published_config("qwen3_30b_a3b"), "architectures": ["NemotronHForCausalLM"]}, "not supported"),
 }
+
+UNSIZED = ["NemotronHForCausalLM"]
+"""Of these releases the only one that a start accepts, by proof on a tiny model, and whose sizes are not known here."""
 
 
 def start_of(config: Config, hf: dict[str, Any], folder: Path) -> Config:
@@ -114,7 +116,7 @@ def test_plan_and_start_agree_on_published_releases(
         unpadded = start_of(config, hf, tmp_path)
         start = unpadded.model_copy(update={"batch": unpadded.batch.model_copy(update={"layout": "padded"})})
         if "does not know the sizes" in refused.what:
-            assert find_family(text_config(hf)) is None
+            assert hf["architectures"] == UNSIZED
             check_model_and_layout(start, 8)
             return
         with pytest.raises(MoeTrmError) as at_start:
