@@ -193,7 +193,7 @@ def end(ranks: Sequence[psutil.Process], controllers: Sequence[psutil.Process], 
 
 def newest_checkpoint(run: Path) -> int:
     """The step of the newest complete checkpoint; 0 where there is none."""
-    return max((int(path.name.rpartition("-")[2]) for path in run.glob("checkpoints/step-*")), default=0)
+    return max((int(path.name.rpartition("-")[2]) for path in run.glob("checkpoints/step-??????")), default=0)
 
 
 @contextmanager
