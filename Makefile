@@ -5,15 +5,17 @@ DOCS_VENV ?= $(VENV)-docs
 # Beside ours and named after it: that is where runs look for vLLM.
 VLLM_VENV := $(VENV)-vllm
 GPU_VENV := $(VENV)-gpu
-NEWER_VENV := $(VENV)-3.12
+OLDER_VENV := $(VENV)-3.11
 SEEDS ?= 0
 BACKEND ?= megatron
 PYTEST_ARGS ?=
 # pyenv puts a version that is not selected on the path as well, and refuses to run it.
-PYENV := $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12)
-PYTHON_3_12 = $(shell for python in python3.12 $(PYENV); do "$$python" --version >/dev/null 2>&1 && { echo "$$python"; break; }; done)
-# The first Python here that this project supports; `make PYTHON=/path/to/python3.12 ...` chooses another.
-PYTHON ?= $(shell for python in python3.11 $(PYTHON_3_12) python3 python; do \
+PYENV = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python$(1))
+PYTHON_OF = $(shell for python in python$(1) $(call PYENV,$(1)); do "$$python" --version >/dev/null 2>&1 && { echo "$$python"; break; }; done)
+PYTHON_3_12 = $(call PYTHON_OF,3.12)
+PYTHON_3_11 = $(call PYTHON_OF,3.11)
+# The first Python here that this project supports, the newer one before the older; `make PYTHON=/path/to/python3.11 ...` chooses another.
+PYTHON ?= $(shell for python in $(PYTHON_3_12) $(PYTHON_3_11) python3 python; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo "$$python"; break; }; done)
 
 BIN := $(VENV)/bin
@@ -36,7 +38,7 @@ SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py package
 VLLM_WORKER := $(wildcard packages/vllm_worker/*.* packages/vllm_worker/*/*.py)
 START := runs/quickstart-start/warmup.json
 
-.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-fast test-newer has-newer test-learners test-gpu-env test-mutants test-all lint types docs clean
+.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-fast test-older has-newer has-older test-learners test-gpu-env test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -46,7 +48,7 @@ install: $(STAMP) ## make the virtual environment with everything the CPU lane n
 .venv: $(STAMP)
 
 $(STAMP): requirements/cpu.txt requirements/cuda.txt requirements/install.py pyproject.toml $(SUPPORT)
-	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.11, python3.12, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.12, python3.11, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12)) or sys.exit("MoE-TRM needs Python 3.11 or 3.12; $(PYTHON) is " + sys.version.split()[0])'
 	@echo "installing into $(VENV) (about 2 GB, up to a few minutes)"
 	@$(PYTHON) -m venv --clear $(VENV)
@@ -103,9 +105,12 @@ test-fast: $(STAMP)
 has-newer:
 	@test -n "$(PYTHON_3_12)"
 
-test-newer: ## on Python 3.12, in an environment of its own: two steps of the quickstart, and the tests of the learners
-	@test -n "$(PYTHON_3_12)" || { echo "no python3.12 here"; exit 1; }
-	@$(MAKE) --no-print-directory VENV=$(NEWER_VENV) PYTHON=$(PYTHON_3_12) test-learners
+has-older:
+	@test -n "$(PYTHON_3_11)"
+
+test-older: ## on Python 3.11, in an environment of its own: two steps of the quickstart, and the tests of the learners
+	@test -n "$(PYTHON_3_11)" || { echo "no python3.11 here"; exit 1; }
+	@$(MAKE) --no-print-directory VENV=$(OLDER_VENV) PYTHON=$(PYTHON_3_11) test-learners
 
 test-learners: $(STAMP) $(START)
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/moe-trm train configs/quickstart.yaml name=short run_dir=$(dir $(STAMP))runs \
@@ -144,5 +149,5 @@ $(DOCS_VENV)/installed: requirements/docs.txt
 	@touch $@
 
 clean: ## remove the virtual environment, caches and build outputs; runs and checkpoints stay
-	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) $(GPU_VENV) $(NEWER_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) $(VLLM_VENV) $(GPU_VENV) $(OLDER_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
