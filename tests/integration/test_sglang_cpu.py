@@ -211,6 +211,7 @@ norm.weight.data = torch.tensor([1.0, 2.0])
 x, gate, ones = torch.tensor([[3.0, 4.0]]), torch.tensor([[50.0, -50.0]]), torch.ones(1, 2)
 fused_gate_sigmoid_mul_add(x, torch.tensor([0.0, 0.0]), 2 * x, ones)
 print((norm(x, gate) * 12.5**0.5).round().abs().tolist(), ones.tolist())
+print(torch.get_device_module().__name__, torch.get_device_module('cuda').__name__)
 """
     return python(code, enabled=True).splitlines()
 
@@ -225,6 +226,10 @@ def test_sglang_norms_minimax_m2_over_all_heads_without_triton(activated: list[s
 
 def test_the_gates_of_qwen3_next_without_triton(activated: list[str]) -> None:
     assert activated[4] == "[[150.0, 0.0]] [[4.0, 5.0]]"
+
+
+def test_the_device_without_a_driver_is_the_cpu(activated: list[str]) -> None:
+    assert activated[5] == "torch.cpu torch.cuda"
 
 
 def test_the_gated_delta_rule_of_the_stand_in_is_that_of_transformers() -> None:

@@ -91,8 +91,12 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
             "--sampling-backend": "pytorch",
             "--cuda-graph-backend-decode": "disabled",
             "--cuda-graph-backend-prefill": "disabled",
-            # The KV cache is sized by --max-total-tokens; this fraction only has to leave room for it.
-            "--mem-fraction-static": 0.1,
+            # The KV cache is sized by --max-total-tokens. SGLang refuses to start if other processes take this fraction
+            # of the machine's free memory while it loads.
+            "--mem-fraction-static": 0.9,
+            # A row for each running request, one while it is prefilled and two that the prefix cache keeps. The default
+            # is a share of the machine's memory. Only models with states read it.
+            "--max-mamba-cache-size": 4 * settings.max_running_requests,
         }
         family = find_family(hf)
         if family is not None and family.sinks:
@@ -100,10 +104,6 @@ def launch_command(served: Served, checkpoint: Path, port: int, config_file: str
             # which wants one cache for all layers.
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
-        if family is not None and "gated delta" in family.attention_kinds(hf):
-            # A row for each running request, one while it is prefilled and two that the prefix cache keeps. The default
-            # is a share of the machine's memory.
-            options["--max-mamba-cache-size"] = 4 * settings.max_running_requests
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
         # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
         flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +25,7 @@ def allocate_plain(
 def activate() -> None:
     """Register what SGLang lacks on a CPU, in its own registries, unless it brings it."""
     if without_cuda():
+        _register_device_module()
         _register_allocator()
         _register_latent_attention()
         if isinstance(import_module("triton"), InertModule):
@@ -39,6 +40,22 @@ def without_cuda() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def _register_device_module() -> None:
+    """`torch.get_device_module()` is `torch.cpu`, as its description says, also in a CUDA build of torch 2.14.
+
+    There it is `torch.cuda`, which fails without a driver. SGLang 0.5.23 corrects its own function of this name, but
+    calls torch's where a server lends its memory, and in Qwen3-Next.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("torch.get_device_module", module_of, HookType.AROUND)
+
+
+def module_of(native: Callable[[Any], Any], device: Any = None) -> Any:
+    """Hook around `torch.get_device_module`, which is `native`."""
+    return native("cpu" if device is None else device)
 
 
 def _register_allocator() -> None:

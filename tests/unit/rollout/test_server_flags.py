@@ -18,6 +18,7 @@ MAY_DIFFER = {
     "--cuda-graph-backend-decode",
     "--cuda-graph-backend-prefill",
     "--mem-fraction-static",
+    "--max-mamba-cache-size",
     "--enable-return-routed-experts",
     "--sleep-on-idle",
     "--skip-server-warmup",
