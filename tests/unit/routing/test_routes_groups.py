@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import Literal
 
@@ -109,6 +110,27 @@ def test_mutations_are_refused() -> None:
             changed += bytes(rng.integers(0, 256, 3, dtype=np.uint8))
         with pytest.raises(RouteError):
             decode_group(bytes(changed))
+
+
+def test_a_group_of_other_sizes_than_those_known_is_refused() -> None:
+    first = record(12)
+    members = [first, branch(first, 12, 3, 1)]
+    data = encode_group(members)
+    assert all(map(same, decode_group(data, [12, 15]), members))
+    with pytest.raises(RouteError, match="another number of records"):
+        decode_group(data, [12])
+    with pytest.raises(RouteError):
+        decode_group(data, [12, 14])
+
+
+def test_a_table_that_leads_outside_the_group_is_named_even_with_its_checksum() -> None:
+    first = record(12)
+    content = encode_group([first, branch(first, 12, 3, 1)])[:-CHECKSUM_BYTES]
+    bases = 7 + 14  # behind the head and the first member
+    itself = content[:bases] + struct.pack("<H", 1) + content[bases + 2 :]
+    for data, reason in ((itself, "member 1 lies outside the group"), (content[:bases], "table of members is cut")):
+        with pytest.raises(RouteError, match=reason):
+            decode_group(data + checksum(data))
 
 
 def test_bytes_of_something_else_are_named_even_with_their_checksum() -> None:
