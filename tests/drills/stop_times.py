@@ -49,11 +49,11 @@ SETTINGS = [
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
 MODES = {"sync": (), "one-step": ("pipeline.mode=one_step",), "async": ("pipeline.mode=async",)}
 MOMENTS = {
-    "peer": (), "server": (), "sampling": ("--token-s=60", "--slow-from=16"), "update": (), "push": ("--load-s=60",),
+    "peer": (), "server": (), "sampling": ("--token-s=60", "--slow-from=24"), "update": (), "push": ("--load-s=60",),
     "checkpoint": (),
 }  # fmt: skip
 """What the server does then. The ranks wait for one that has not come; for a server; then as the names say."""
-AHEAD = 2
+AHEAD = 3
 """Steps whose samples are requested at once in some modes, so that any of their answers may be the slow one."""
 SAVED = ("sampling", "update", "push", "checkpoint")
 """Moments at which there is something to save."""

@@ -165,18 +165,20 @@ def test_a_job_saves_before_its_end_and_goes_on_when_it_is_preempted(tiny_moe: P
         slurm.until(lambda: slurm.state(job) == "CANCELLED")
 
 
-def test_a_signal_to_every_process_of_a_job_saves(tiny_moe: Path, tmp_path: Path) -> None:
-    """As `scancel --full` sends it: batch script, `srun`, servers, torchrun, ranks and controllers."""
-    endless = ("train.steps=1000", "checkpoint.every=100000")
+def test_a_signal_to_srun_itself_costs_what_is_not_saved(tiny_moe: Path, tmp_path: Path) -> None:
+    """`scancel --full` sends it to the batch script and all that it started, and `srun` then kills its steps."""
+    settings = ("train.steps=1000", "checkpoint.every=1")
     with cluster(tmp_path, tiny_moe) as slurm:
         slurm.begins.touch()
-        job = slurm.submit(*endless)
-        slurm.until(lambda: len(slurm.steps()) > 1)
+        job = slurm.submit(*settings)
+        slurm.until(lambda: len(slurm.steps()) > 3)
         slurm.ask("scancel", "--full", "--signal=TERM", job)
         slurm.until(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"))
-        saved = slurm.steps()[-1]
-        job = slurm.submit(*endless)
-        slurm.until(lambda: slurm.steps()[-1] > saved)
-        assert slurm.steps() == [*range(slurm.steps()[-1] + 1)], "the step of the signal was saved"
+        assert "Killed" in slurm.said
+        reached = slurm.steps()[-1]
+        job = slurm.submit(*settings)
+        slurm.until(lambda: slurm.steps() and slurm.steps()[-1] > reached)
+        assert "going on after step" in slurm.said
+        assert slurm.steps() == [*range(slurm.steps()[-1] + 1)]
         slurm.ask("scancel", job)
         slurm.until(lambda: slurm.state(job) == "CANCELLED")

@@ -78,7 +78,7 @@ def assert_goes_on(folder: Path, command: Sequence[str]) -> None:
     ],
 )
 def test_a_signal_to_a_whole_control_group(tiny_moe: Path, tmp_path: Path, moment: str, order: str, times: int) -> None:
-    """As systemd stops a unit, and PBS and `scancel --full` a job: the server and its keeper get it as well."""
+    """As systemd stops a unit, and PBS a job: the server and its keeper get it as well."""
     command = [sys.executable, "-m", "moe_trm", "train", *config_of(tmp_path, tiny_moe)]
     run = tmp_path / "runs" / "live"
     slow = f"rollout.server.extra_args=[{','.join(repr(word) for word in SLOW[moment])}]"
