@@ -1,4 +1,4 @@
-"""Which figure of a step foresees that the reward of a run turns, and how long before: runs with noise on the routers.
+"""Figures of a step that foresee a turn of the reward, and how long before: runs with noise on the routers.
 
 `python -m benchmarks.evidence.early_warning [--out FOLDER ...] [--steps FILE] [--json FILE]`. `FOLDER` holds the runs
 of an experiment, `FILE` the steps of runs that were read before. The runs of the folders are added to it, so that later

@@ -135,7 +135,7 @@ def _distance(chain: Chain, policy: RoutedPolicy, noise: float, spread: float) -
 
 
 def bisect(rises: Callable[[float], float], target: float) -> float:
-    """Where a rising function of a positive number reaches the target."""
+    """The positive number at which a rising function reaches the target."""
     low, high = 1e-4, 1e-3
     while rises(high) < target:
         high *= 2

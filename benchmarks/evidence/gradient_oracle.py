@@ -1,4 +1,4 @@
-"""Where does each correction point? Its gradient against the gradients of the learner's and the engine's own policy.
+"""Direction of each correction: its gradient against the gradients of the learner's and the engine's own policy.
 
 `python -m benchmarks.evidence.gradient_oracle [--cells FILE] [--checkpoints N] [--only-report] [--json FILE]
 [--picture FILE]`. It adds each finished cell to `FILE`, and goes on where it was stopped, on another machine too.

@@ -186,7 +186,7 @@ def _replay(updates: int, max_age: int, *, frozen: bool = True) -> tuple[ReplayM
 def sync_method(
     sync: SyncConfig, rollout: RolloutConfig, pipeline: PipelineConfig, *, pictures: bool = False
 ) -> tuple[Literal["disk", "distributed"], str]:
-    """How weights travel, and why. `auto` is never what a rule refuses."""
+    """The method of pushes, and the reason for it. `auto` is never what a rule refuses."""
     if sync.method != "auto":
         return sync.method, "as configured"
     traits, ranks = rollout.traits, rollout.server.tensor_parallel

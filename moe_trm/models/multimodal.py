@@ -28,7 +28,7 @@ _STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_p
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Where the matrix of an expert lies in the tensor of all experts of its layer.
+    """Place of an expert's matrix in the tensor of all experts of its layer.
 
     Attributes:
         sizes: E and O of the tensor, as config.json announces them.
@@ -64,7 +64,7 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class PublishedPlace:
-    """Where the files have a tensor of the text.
+    """Place of a tensor of the text in the files.
 
     Attributes:
         published: the name of a tensor there.

@@ -1,4 +1,4 @@
-"""Why the mismatch of a run grew, as `moe-trm doctor RUN --grown` left it in the run's folder."""
+"""The file with the causes of a mismatch that grew: `moe-trm doctor RUN --grown` writes it into the run's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROWTH_FILE = "grown.json"
 
 
 class GrowthFile(msgspec.Struct):
-    """What the verdict reads of the file: the two checkpoints, and a sentence for each figure whose cause is shown."""
+    """The part that the verdict reads: the two checkpoints, and a sentence for each figure whose cause is shown."""
 
     steps: tuple[int, int]
     because: dict[str, str]

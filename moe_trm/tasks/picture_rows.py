@@ -33,7 +33,7 @@ class Picture:
     tokens: int
 
     def png(self) -> bytes:
-        """What both engines get. Raises `ConfigError` for a file that changed after it was checked."""
+        """The picture for both engines, as PNG. Raises `ConfigError` for a file that changed after it was checked."""
         try:
             return as_png(self.source if isinstance(self.source, bytes) else self.source.read_bytes())[0]
         except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""What a person asks for beside a run: planning, translating, experiments, evaluation, export, the doctor."""
+"""Tools beside a run: planning, translating, experiments, evaluation, export, the doctor."""

@@ -40,7 +40,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class GateContract:
-    """How one gate answers, and how its experts are called.
+    """The form of a gate's answer and of the call of its experts.
 
     Attributes:
         logits, weights, ids: places in the tuple that the gate returns.

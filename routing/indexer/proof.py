@@ -1,4 +1,4 @@
-"""What is counted of replayed positions, and the bound on how far they may be from the live indexer's own choice.
+"""Counts of replayed positions, and the bound on how far they may be from the live indexer's own choice.
 
 A set of K of `n` positions without any relation to the live one loses `K (1 - K / n)` of them by chance. So what is
 lost is measured in this unit: 0 for the same set, about 1 for an unrelated one, whatever K and `n` are. A token is

@@ -1,1 +1,1 @@
-"""Where the tokens of a micro-batch lie: rows, packs, and the parts that ranks hold."""
+"""Places of a micro-batch's tokens: rows, packs, and the parts that ranks hold."""

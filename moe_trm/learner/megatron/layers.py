@@ -69,7 +69,7 @@ def choose_layers(learner: LearnerConfig, hf_config: Mapping[str, Any], *, cuda:
 
 
 def transformer_engine_problem() -> str:
-    """Why `transformer_engine.pytorch` does not import, in its own words; empty where it does.
+    """The error of importing `transformer_engine.pytorch`, in its own words; empty where it imports.
 
     Called only where CUDA is present.
     """

@@ -120,7 +120,7 @@ def verdict(
 
 
 def advisable(history: Sequence[Mapping[str, float]], settings: Settings) -> dict[str, float]:
-    """What advice rests on besides the latest step: the bound on age by `age_bound`, and the configured learning rate.
+    """The grounds of advice besides the latest step: the bound on age by `age_bound`, and the configured learning rate.
 
     The rate of a step is smaller in warm-up, and half of it would not be what the configuration means.
     """

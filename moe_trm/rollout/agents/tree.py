@@ -54,7 +54,7 @@ class Context:
 
     @cached_property
     def num_tokens(self) -> int:
-        """How many ids there are before the answer."""
+        """Number of ids before the answer."""
         return len(self.added) + (self.parent.num_tokens if self.parent is not None else 0)
 
     @property
@@ -91,7 +91,7 @@ class Node:
 
     @property
     def num_tokens(self) -> int:
-        """How many ids there are up to the last sampled one."""
+        """Number of ids up to the last sampled one."""
         return self.context.num_tokens + self.turn.num_sampled
 
     def path(self) -> list[Node]:
@@ -154,7 +154,7 @@ class SessionTree:
         closing: str | None,
         read: Reader,
     ) -> Cut:
-        """Why `messages` do not continue the ids of `deepest`: its thinking, if they would continue them with it."""
+        """The reason why `messages` do not continue the ids of `deepest`: its thinking, where only that is missing."""
         if deepest is None:
             return ""
         _, boundary = self._continued(deepest, _with_answers(messages, deepest, thinking=True), options, closing, read)

@@ -110,7 +110,7 @@ class EngineShape:
     sinks: str = "bfloat16"
 
     def cut(self, name: str) -> Slicing:
-        """How its ranks share the pushed tensor `name`."""
+        """The slices of the pushed tensor `name` on its ranks."""
         cuts = (*_NORMS_OF_ALL_HEADS, *_CUTS) if self.architecture == _MINIMAX else _CUTS
         if _ADDED_ONCE.fullmatch(name):
             return Slicing(None, "experts", once=True)

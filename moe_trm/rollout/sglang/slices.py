@@ -50,7 +50,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class Slicing:
-    """How ranks share a tensor.
+    """The way in which ranks share a tensor.
 
     Attributes:
         dim: along which it is cut; None: every rank holds all of it.

@@ -102,7 +102,7 @@ class Probe:
         )
 
     def state(self) -> dict[str, Any]:
-        """What later probes compare with, as plain data."""
+        """The figures that later probes compare with, as plain data."""
         return {"bank": self._bank.state(), "close": self._close.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

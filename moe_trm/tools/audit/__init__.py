@@ -1,1 +1,1 @@
-"""What sets rollout engine, trainer and checkpoint of anybody's run apart, from a dump of it."""
+"""The audit of anybody's run from a dump of it: the differences between rollout engine, trainer and checkpoint."""

@@ -1,4 +1,4 @@
-"""What sets the log-probs of an engine apart from those of the plain model: the doctor's causes, on a dump.
+"""Causes of differences between an engine's log-probs and the plain model's: the doctor's, on a dump.
 
 The model takes the place of the learner, at the stated temperature and with the recorded routes, and an engine that of
 the rollout: the rollout engine, or the trainer. Rows that are off by themselves are judged apart from the rest, because
@@ -331,7 +331,7 @@ def shares(scores: Sequence[RowScores], engine_verdict: EngineVerdict) -> dict[s
 
 
 def share_answer(figures: dict[str, Interval]) -> AuditAnswer:
-    """Which share of the rollout's mismatch is routing, and which is left with its routes."""
+    """The share of the rollout's mismatch that is routing, and the share that is left with its routes."""
     native, replayed = figures["all/native_k3"], figures["all/replayed_k3"]
     routed = max(0.0, 1 - replayed.value / native.value) if native.value else 0.0
     return AuditAnswer(
@@ -364,7 +364,7 @@ def support_answer(
 
 
 def which_answer(rollout: EngineVerdict, trainer: EngineVerdict) -> AuditAnswer:
-    """Which engine is farther from the model, and by how much."""
+    """The engine that is farther from the model, and by how much."""
     sizes = {part.engine: _size(part.bulk) for part in (rollout, trainer)}
     far, near = sorted(sizes, key=lambda engine: -sizes[engine])
     factor = sizes[far] / max(sizes[near], 1e-15)

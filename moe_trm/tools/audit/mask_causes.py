@@ -1,4 +1,4 @@
-"""Whether recorded sampling masks are those of the sampler.
+"""Causes of recorded sampling masks that the sampler cannot have made.
 
 Top-k, top-p and min-p all keep the most likely ids. So the ids of a mask hold as much probability under the model as
 the best ids of that number do, and the sampled id is among them. A mask of another token or request does neither.

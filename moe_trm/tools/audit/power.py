@@ -1,4 +1,4 @@
-"""How many rows a sample needs, and which faults it would have shown.
+"""The number of rows that a sample needs, and the faults that it would have shown.
 
 A fault may lie in whole rows: then it is seen if an affected row is in the sample. Or it may be scattered over single
 tokens of every row: then it is seen if enough of them disagree (`routing.judge.token_agreement`).

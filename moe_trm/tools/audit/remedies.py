@@ -1,4 +1,4 @@
-"""What to change against a cause, in the words of each framework."""
+"""Remedies for each cause, in the words of each framework."""
 
 from __future__ import annotations
 

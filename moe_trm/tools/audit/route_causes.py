@@ -1,4 +1,4 @@
-"""Whose routes a dump has: of these tokens, or shifted, padded, of another layer, of another request, of other weights.
+"""Origin of the routes in a dump: these tokens, or shifted, padded, of another layer, request, or other weights.
 
 The plain model chooses experts for every token by itself. Routes of an engine with the same weights are nearly these:
 rounding changes a few. Routes that are not are compared with what the model chose one token earlier or later, in other

@@ -45,7 +45,7 @@ FIXES = {
 
 @dataclass(frozen=True)
 class ServerAnswers:
-    """What a server answered: log-probs of each text, `[T - 1]` and of the decoded tokens behind it.
+    """Answers of a server: log-probs of each text, `[T - 1]` and of the decoded tokens behind it.
 
     Attributes:
         texts: token ids.
@@ -100,7 +100,7 @@ async def _together(ask: Callable[[Sequence[int]], Awaitable[Array]], texts: Seq
 
 
 def judge_server(answers: ServerAnswers, model: ReferenceModel, bounds: Bounds) -> list[AuditAnswer]:
-    """What disagrees, and what was excluded."""
+    """The disagreements, and the causes that were excluded."""
     decoding = [
         (logprobs[1:], scored[1 - NUM_TOKENS :])
         for (_, logprobs), scored in zip(answers.decoded, answers.prefilled, strict=True)

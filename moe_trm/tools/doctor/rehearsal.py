@@ -91,7 +91,7 @@ def rehearsal(
 
 
 def _gpus(rollout: RolloutConfig, num_ranks: int) -> Check | str:
-    """Where they are; on a machine without any, where they would be on one that has enough."""
+    """Places of the GPUs; on a machine without any, the places on one that has enough."""
     num_servers = int(rollout.starts_server)
     if (placed := check_gpus(rollout, num_servers, num_ranks)) is not None:
         return _spans([range(num_ranks), *placed.servers])

@@ -59,7 +59,7 @@ def merged_tensors(
 
 
 def peft_warning(checkpoint: Path, model: Path | None = None) -> str:
-    """Why peft cannot load the adapter of a `step-NNNNNN` folder as transformers 5 builds its model; else nothing."""
+    """The reason why peft cannot load the adapter of a step as transformers 5 builds its model; else nothing."""
     manifest = read_manifest(checkpoint)
     (architecture,) = read_hf_config(model or Path(manifest.config["model"]["checkpoint"]))["architectures"]
     if "experts" not in lora_of(manifest).targets or architecture in CONVERTED:

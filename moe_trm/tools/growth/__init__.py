@@ -1,1 +1,1 @@
-"""Why the mismatch of a run grew between two of its checkpoints (`moe-trm doctor RUN --grown STEP STEP`)."""
+"""Causes of a mismatch that grew between two checkpoints of a run (`moe-trm doctor RUN --grown STEP STEP`)."""

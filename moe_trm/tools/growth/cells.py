@@ -226,7 +226,7 @@ def _of_sampled(values: Tensor, record: RolloutRecord) -> Array:
 
 @contextmanager
 def _last_norm(learner: Learner, num_layers: int) -> Iterator[dict[str, Tensor]]:
-    """What goes into the last norm and comes out of it, `[T, H]` each; nothing where there is no such module."""
+    """Input and output of the last norm, `[T, H]` each; nothing where there is no such module."""
     states: dict[str, Tensor] = {}
 
     def keep(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:

@@ -48,7 +48,7 @@ SERVED: Mapping[str, Mapping[str, Any]] = MappingProxyType({**BARE, "replay": {"
 
 @dataclass(frozen=True)
 class Growth:
-    """What set the engines further apart: rises with their parts, and means of then and of now by name.
+    """The growth of the mismatch: rises with their parts, and means of then and of now by name.
 
     `because`: the cause in words, by the title of each figure that has one with evidence.
     """

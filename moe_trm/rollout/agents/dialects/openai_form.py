@@ -1,4 +1,4 @@
-"""What OpenAI's interfaces have in common: refusals, the head of answers, usage, log-probs, descriptions of tools."""
+"""Common parts of OpenAI's interfaces: refusals, the head of answers, usage, log-probs, descriptions of tools."""
 
 from __future__ import annotations
 
