@@ -23,8 +23,10 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Integration tests are jobs of two to four processes each, and wait for a quarter of their time: two cores take three.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 6 ? cores / 2 : 3)))
-# Some unit tests wait for processes: one worker more uses the cores meanwhile.
+# Some unit tests wait for processes: one worker more uses the cores meanwhile. Beside the integration tests half as many do.
 UNIT_WORKERS = $(shell expr $(WORKERS) + 1)
+UNIT_BESIDE = $(shell expr \( $(WORKERS) + 1 \) / 2)
+SHORT := -m "not slow and not long and not gpu"
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Two threads per process on busy cores make steps many times slower.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
@@ -38,7 +40,7 @@ SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py package
 VLLM_WORKER := $(wildcard packages/vllm_worker/*.* packages/vllm_worker/*/*.py)
 START := runs/quickstart-start/warmup.json
 
-.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-fast test-older has-newer has-older test-learners test-gpu-env test-mutants test-all lint types docs clean
+.PHONY: help install .venv vllm-env gpu-env quickstart quickstart-controls collapse test test-unit test-integration test-long test-older has-newer has-older test-learners test-gpu-env test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -94,13 +96,16 @@ collapse: $(STAMP) ## engines that route apart: one run without replay and one w
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m benchmarks.evidence.router_noise
 
 test: lint ## everything CI needs, from nothing: lint, types, tests that are not slow
-	@$(MAKE) --no-print-directory -j2 types test-fast
+	@$(MAKE) --no-print-directory -j3 UNIT_WORKERS=$(UNIT_BESIDE) types test-unit test-integration
 
 test-unit: $(STAMP) ## the unit tests alone, in two minutes
-	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -n $(UNIT_WORKERS) -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -n $(UNIT_WORKERS) $(SHORT) tests/unit $(PYTEST_ARGS)
 
-test-fast: $(STAMP)
-	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+test-integration: $(STAMP) ## the others: real engines, learners and ranks
+	$(QUIET_CORES) $(NO_GPU) $(PYTEST) $(SHORT) --ignore tests/unit $(PYTEST_ARGS)
+
+test-long: $(STAMP) ## what CI runs as well: tests of rules that a shorter one holds
+	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "long and not slow and not gpu" $(PYTEST_ARGS)
 
 has-newer:
 	@test -n "$(PYTHON_3_12)"

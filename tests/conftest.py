@@ -49,11 +49,15 @@ GROUPS = {
 }
 """Tests that share a running server, by the beginning of their names. All others go with those of their file."""
 LONGEST_FIRST = (
+    "tests/first_day/",
     "server of the briefly warmed model",
+    "tiny server",
     "tests/integration/test_end_to_end.py",
+    "tests/integration/test_learner_layouts.py",
     "tests/integration/test_resume.py",
     "tests/integration/test_async_run.py",
-    "tiny server",
+    "tests/integration/test_learner_conformance.py",
+    "tests/integration/test_rehearsal.py",
     "tests/integration/",
     "tests/unit/rollout/",
     "tests/unit/runtime/functions/",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_trm.cli import parse
+from moe_trm.config import load
 from tests.integration.jobs import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +103,17 @@ def test_every_command_is_run_here_or_elsewhere() -> None:
     assert not [command for command in run_here if not command.startswith("moe-trm ")]
 
 
+def test_the_command_line_takes_every_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options and settings as the pages write them. `test_the_commands_of_the_pages` runs them."""
+    monkeypatch.chdir(folder)
+    for command in (command for page in PAGES for command in commands(page)):
+        if home(command) is None:
+            arguments = parse(shlex.split(command)[1:])
+            if arguments.command == "train":
+                load(arguments.config, arguments.overrides)
+
+
+@pytest.mark.long
 def test_the_commands_of_the_pages(folder: Path) -> None:
     """In the order of the pages: train, look at the run, evaluate, export, try other rules on what it recorded."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -88,6 +88,7 @@ def check_steps(folder: Path, rows: str) -> list[RolloutRecord]:
     return samples
 
 
+@pytest.mark.long
 def test_every_branch_is_trained_once_with_its_own_proof(folder: Path) -> None:
     samples = check_steps(folder, "trajectory")
     assert all(len(sample.rows) == len(leaves(sample.session)) for sample in samples)
@@ -98,6 +99,7 @@ def test_every_branch_is_trained_once_with_its_own_proof(folder: Path) -> None:
     assert context
 
 
+@pytest.mark.long
 def test_the_recorded_updates_are_judged_as_they_were_trained(folder: Path) -> None:
     """Also the mean over a sample's tokens, whose rows may be on two ranks."""
     recording, metrics = load(folder / "runs" / "trajectory"), metrics_of(folder / "runs" / "trajectory")
@@ -109,6 +111,7 @@ def test_the_recorded_updates_are_judged_as_they_were_trained(folder: Path) -> N
             assert found.steps[step][name] == metrics[step][name], name
 
 
+@pytest.mark.long
 def test_transcripts_show_the_trees(folder: Path) -> None:
     page = (folder / "runs" / "trajectory" / "transcripts" / "step-000001.html").read_text()
     assert '<figure class="session">' in page
@@ -151,6 +154,7 @@ def in_two_slices(
     return request.param, run_by_turn(folder, stale_bundle, request.param, attached, *layout)
 
 
+@pytest.mark.long
 def test_rules_by_turn_are_a_loop_over_the_turns_of_stale_rows(
     in_two_slices: tuple[str, list[dict[str, float]]], folder: Path
 ) -> None:

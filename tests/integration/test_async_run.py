@@ -194,6 +194,7 @@ def test_a_recorded_overlapping_run_repeats_bit_for_bit(
         }
 
 
+@pytest.mark.long
 def test_packs_of_stale_samples_some_of_them_dropped_train_as_padded_rows(
     live: list[dict[str, float]], folder: Path, config: Path
 ) -> None:

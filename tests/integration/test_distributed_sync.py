@@ -138,6 +138,7 @@ def running_request(server: Server) -> Iterator[HTTPResponse]:
         yield answer
 
 
+@pytest.mark.long
 def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, attached: list[str]) -> None:
     """Two expert-parallel ranks broadcast their weights after every step; the engine's checksums are compared."""
     config = write_config(tmp_path, brief_checkpoint)

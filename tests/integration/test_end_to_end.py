@@ -141,6 +141,7 @@ def test_evaluations_measure_greedy_and_sampled_answers(live: Path) -> None:
         assert 0 <= row["eval/reward"] <= row["eval/finished_fraction"] <= 1
 
 
+@pytest.mark.long
 def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config: Path) -> None:
     """Before the first step the policy is the reference, bit for bit.
 
@@ -232,7 +233,11 @@ def test_a_run_ended_by_ctrl_c_leaves_metrics_and_report(live: Path, folder: Pat
 
 @pytest.mark.parametrize(
     ("mode", "replayed_passes"),
-    [pytest.param("none", 0, marks=pytest.mark.slow), ("R2", 1), pytest.param("auto", 1, marks=pytest.mark.slow)],
+    [
+        pytest.param("none", 0, marks=pytest.mark.slow),
+        pytest.param("R2", 1, marks=pytest.mark.long),
+        pytest.param("auto", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_other_replay_modes_on_the_same_rollouts(
     live: Path, folder: Path, config: Path, mode: str, replayed_passes: int
@@ -330,6 +335,7 @@ def assert_same_metrics(offline: dict[str, Any], logged: dict[str, Any]) -> None
         assert logged[name] == (value if exact else pytest.approx(value, rel=1e-9, abs=1e-12)), name
 
 
+@pytest.mark.long
 def test_whatif_says_what_training_logged_and_what_another_rule_would_have(
     live: Path, folder: Path, config: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_learner_that_rounds_like_the_rollout_has_no_mismatch_left(
         assert rounded["replay/applied_fraction"] == 1.0
 
 
+@pytest.mark.long
 def test_noise_on_norms_reaches_the_server_and_only_from_its_first_stage_on(
     tmp_path: Path, brief_checkpoint: Path, attached: list[str]
 ) -> None:

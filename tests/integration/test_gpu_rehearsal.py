@@ -17,7 +17,9 @@ PATIENCE_S = 600.0
 """A machine that has other work takes longer than the limits of a session on a GPU."""
 
 
-@pytest.mark.parametrize("names", [SHORT, pytest.param((), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [pytest.param(SHORT, marks=pytest.mark.long), pytest.param((), marks=pytest.mark.slow)]
+)
 def test_the_stages_are_rehearsed_on_a_cpu(
     tmp_path: Path, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ def one_process(config: Path, bundle: Path, folder: Path) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=pytest.mark.long if name in FAST else pytest.mark.slow) for name in LAYOUTS]
 )
 def test_a_run_on_any_layout_is_that_of_one_process(
     name: str, one_process: list[dict[str, Any]], config: Path, bundle: Path, folder: Path

@@ -27,6 +27,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron-Core's import
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ALIKE = ("async", "calibrated", "dynamic_sampling", "exact_kl", "kl", "long_run", "papers")
+"""The learner and the server of configs/quickstart.yaml."""
+ONE_NODE = ("qwen3_30b_a3b", "qwen3_5_35b_a3b", "qwen3_next_80b_a3b")
+"""The model, the learner and the server of the configuration for four nodes."""
 CLUSTER = [path for path in CONFIGS if load(path).rollout.server.tensor_parallel > 1]
 WITHOUT_DRIVER = "not judged: the kernels of sglang that are installed here load only where libcuda.so.1 of a driver is"
 NEEDS_SGLANG = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
@@ -87,7 +91,13 @@ def skip_unjudged(checks: dict[str, tuple[str, str]]) -> None:
 
 @NEEDS_SGLANG
 @pytest.mark.usefixtures("judged")
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.long if path.stem in ALIKE + ONE_NODE else ())
+        for path in CONFIGS
+    ],
+)
 def test_every_shipped_configuration_passes(path: Path, tmp_path: Path) -> None:
     config = load(path)
     skip_without("vllm" if config.rollout.engine == "vllm" else "")

@@ -57,6 +57,7 @@ def alone(folder: Path) -> Path:
     return folder / "alone"
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_a_run_ends_with_the_same_bits(folder: Path, alone: Path, tmp_path: Path) -> None:
     drill = run_drill(
         str(folder / "config.yaml"), [], str(folder / "bundle"), tmp_path, ranks=2, kills=1, seed=3, undisturbed=alone

@@ -252,6 +252,7 @@ def test_samples_of_weights_that_no_push_gave_are_refused(served_config: Config,
     assert caught.value.reason == "version_unknown"
 
 
+@pytest.mark.long
 def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(
     rollout_config: Config, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ class FirstAnswerCalls:
         return text, [{"name": name, "arguments": ARGUMENTS[name]}] if text == self._first else []
 
 
+@pytest.mark.long
 def test_the_examples_of_the_packages_run_as_they_are(
     served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_positions_go_from_the_recording_into_attention(recorded: tuple[Path, li
     assert row["optimizer/grad_norm"] > 0
 
 
+@pytest.mark.long
 def test_a_sample_without_positions_is_rejected(recorded: tuple[Path, list[Any]]) -> None:
     status, folder = run(recorded, "lacking", lambda routes: replace(routes, indexer=None))
     assert status == 0
@@ -123,6 +124,7 @@ def unrelated(routes: RouteRecord) -> RouteRecord:
     return replace(routes, indexer=IndexerRecord.of(own.num_rows, K, sets))
 
 
+@pytest.mark.long
 def test_positions_of_no_indexer_stop_the_run(
     recorded: tuple[Path, list[Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
@@ -30,6 +32,7 @@ def train(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_two_ranks_train_a_recorded_step(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "start", shape=TinyShape(layers=2, hidden=32, experts=4, expert_ffn=16))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, steps=1))
