@@ -25,7 +25,7 @@ from moe_trm.tools.plan.lengths import Lengths
 from moe_trm.tools.plan.lora import with_adapters
 from moe_trm.tools.plan.memory import Load
 from moe_trm.tools.plan.modes import MODES, Mode
-from moe_trm.tools.plan.parameters import Model, model_of
+from moe_trm.tools.plan.parameters import Model, model_of, vision_parameters
 from moe_trm.tools.plan.provision import Provision, provision
 from moe_trm.tools.plan.simulate import SimulatedServers, Timeline, simulate
 from moe_trm.tools.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds, training_operations
@@ -145,7 +145,12 @@ class Work:
                 expected=f"one of {', '.join(family.architecture for family in FAMILIES.values())}",
                 fix="Start it without a plan: replay was proved exact just now, on a tiny model of its classes.",
             )
-        return with_adapters(model_of(self.hf, self.where), self.hf, config.learner.lora, self.where)
+        model = with_adapters(model_of(self.hf, self.where), self.hf, config.learner.lora, self.where)
+        if not config.task.has_pictures:
+            return model
+        whole = self.whole or self.hf
+        picture_tokens(whole, self.where)
+        return replace(model, vision=vision_parameters(whole, self.where))
 
     def step_tokens(self, config: Config) -> float:
         """Tokens of new samples, prompts included."""

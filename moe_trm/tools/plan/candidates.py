@@ -57,7 +57,9 @@ class Judged:
     @property
     def resident(self) -> float:
         """Bytes that stay while nothing is trained."""
-        return sum(self.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer", "other"))
+        return sum(
+            self.memory.get(kind, 0.0) for kind in ("weights", "vision tower", "gradients", "optimizer", "other")
+        )
 
 
 def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float, where: str) -> Judged:

@@ -83,13 +83,13 @@ def serving(
 ) -> Serving:
     """The servers on `gpus` GPUs, with `rollout.server.max_total_tokens` of cache each.
 
-    The engine holds 16-bit weights without the MTP layers; experts, attention and vocabulary are shared by its GPUs.
-    `held`: bytes that a learner keeps on the same GPU meanwhile.
+    The engine holds 16-bit weights without the MTP layers; experts, attention and vocabulary are shared by its GPUs. A
+    vision tower is whole on each. `held`: bytes that a learner keeps on the same GPU meanwhile.
     """
     server = rollout.server
 
     def needed(size: int) -> float:
-        return held + 2 * model.total() / size + server.max_total_tokens * cache_bytes(hf, size)
+        return held + 2 * (model.total() / size + model.vision) + server.max_total_tokens * cache_bytes(hf, size)
 
     room = SERVER_SHARE * cluster.gpu.memory_gb * 1e9
     sizes = [2**power for power in range(gpus.bit_length())]

@@ -26,6 +26,11 @@ SIGMA = 0.8
 CHOSEN = ("batch", "learner", "optimizer", "pipeline", "rollout", "sync")
 """Sections of the configuration that a plan without one writes."""
 WORKLOAD = Path(__file__).with_name("workload.yaml")
+TEXT_ALONE = "These are counts of the text model alone. The vision encoder is neither trained nor served."
+PICTURED = (
+    "The vision tower is in the memory of ranks and servers. Its compute, its activations and its part of pushes are\n"
+    "counted nowhere. Image tokens are tokens of the prompt: --prompt-tokens."
+)
 PUBLISHED = Path(models.__file__).with_name("published")
 
 
@@ -97,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
         else config.model_copy(update={name: getattr(Config(model=config.model), name) for name in CHOSEN})
     )
     if reads_images(full_config):
-        tower = "is served and forwarded beside it" if config.task.has_pictures else "is neither trained nor served"
-        print(f"These are counts of the text model alone. The vision encoder {tower}.\n")
+        print(f"{PICTURED if config.task.has_pictures else TEXT_ALONE}\n")
     print(proposals(result, base))
     plan = build(config, work, cluster) if has_file else next(iter(result.plans), None)
     if plan is not None:

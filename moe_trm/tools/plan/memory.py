@@ -36,6 +36,7 @@ MemoryKind = str
 BASES: Mapping[MemoryKind, Basis] = {
     "weights": "given",
     "merged": "given",
+    "vision tower": "given",
     "gradients": "given",
     "optimizer": "given",
     "activations": "assumed",
@@ -197,6 +198,7 @@ def deepspeed_memory(
         "weights": size
         * ((total + model.adapter_total) / shares[0] + (gathered if zero == 3 and load.world > 1 else 0)),
         **({"merged": merged.kept} if learner.lora.rank else {}),
+        **({"vision tower": tower_bytes(model, learner)} if model.vision else {}),
         "gradients": 4 * trained / shares[1],
         "optimizer": state,
         "activations": kept,
@@ -206,6 +208,16 @@ def deepspeed_memory(
         "buckets": 4 * min(BUCKET_ELEMENTS, trained) if load.world > 1 else 0,
         "other": load.other_gb * 1e9,
     }
+
+
+def tower_bytes(model: Model, learner: LearnerConfig) -> float:
+    """Weights of a frozen vision tower; of a trained one, which has one rank, also gradients and optimizer state.
+
+    Its activations are not counted.
+    """
+    size = BYTES[learner.dtype]
+    state = 0 if learner.offload_optimizer else 8 if size == 4 else 12
+    return model.vision * (size + (0 if learner.freeze_vision else 4 + state))
 
 
 def activations(

@@ -90,7 +90,8 @@ class Model:
 
     MTP layers are apart: no learner here trains them. Only tensors that they do not share with the model are
     counted. `caching`: number of layers that keep keys and values, or latents, of every token. `adapters`: of every
-    decoder layer; empty where the weights themselves train.
+    decoder layer; empty where the weights themselves train. `vision`: parameters of a vision tower beside the text,
+    which are in no other count.
     """
 
     layers: tuple[tuple[Part, ...], ...]
@@ -101,6 +102,7 @@ class Model:
     prediction: tuple[Part, ...]
     caching: int
     adapters: tuple[Adapted, ...] = ()
+    vision: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -184,6 +186,34 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
         prediction=(joint, norms, *layers[-1]) * prediction,
         caching=family.num_cached(hf),
     )
+
+
+def vision_parameters(full_config: HfConfig, where: str = "config.json") -> int:
+    """Parameters of the vision tower of a Qwen3-VL-MoE.
+
+    Patches and positions, `depth` blocks, and the mergers into the text's width: one at the end, and one for each level
+    of `deepstack_visual_indexes`. Source: `Qwen3VLMoeVisionModel` of transformers.
+
+    Raises:
+        CheckpointError: `vision_config` lacks a size.
+    """
+    vision = full_config.get("vision_config") or {}
+    names = ("hidden_size", "intermediate_size", "depth", "patch_size", "temporal_patch_size", "spatial_merge_size",
+             "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes")  # fmt: skip
+    if missing := [name for name in names if vision.get(name) is None]:
+        raise CheckpointError(
+            "the vision tower lacks a size",
+            where=f"{where}, vision_config",
+            got="no such key",
+            expected=", ".join(missing),
+            fix="Use the config.json of the published checkpoint.",
+        )
+    hidden, inner, depth, patch, frames, merge, out, positions = (int(vision[name]) for name in names[:-1])
+    levels, wide = len(vision["deepstack_visual_indexes"]), hidden * merge**2
+    patches = (int(vision.get("in_channels", 3)) * frames * patch**2 + 1) * hidden
+    block = (4 * hidden + 2 * inner) * hidden + 9 * hidden + inner
+    merger = wide * wide + wide + (wide + 1) * out
+    return patches + positions * hidden + depth * block + (1 + levels) * merger + 2 * hidden + levels * 2 * wide
 
 
 def layer_parts(layer: Layer, family: Family, hf: HfConfig) -> tuple[Part, ...]:

@@ -287,7 +287,7 @@ def with_servers(
     room = SERVER_SHARE * cluster.gpu.memory_gb * 1e9 - held
     best: tuple[float, dict[str, int]] | None = None
     for size in [only] if only else [2**power for power in range(WIDEST.bit_length()) if gpus % 2**power == 0]:
-        tokens = (room - 2 * model.total() / size) / cache_bytes(work.hf, size)
+        tokens = (room - 2 * (model.total() / size + model.vision)) / cache_bytes(work.hf, size)
         if tokens < 2 * longest:
             continue
         servers = gpus // size

@@ -86,6 +86,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "active": plan.model.active(),
             "prediction_layers": plan.model.prediction_total,
             "adapters": plan.model.adapter_total,
+            "vision": plan.model.vision,
             "kinds": kinds,
         },
         "layout": _layout_data(plan.layout),
@@ -141,6 +142,8 @@ def _parameters(plan: Plan) -> Iterator[str]:
     yield f"  {'all':<14}{_count(model.total()):>10}{_count(model.active()):>12}"
     if model.adapters:
         yield f"  {'adapters':<14}{_count(model.adapter_total):>10}{'':>12}   train in place of these"
+    if model.vision:
+        yield f"  {'vision tower':<14}{_count(model.vision):>10}{'':>12}   not in `all`"
     if model.prediction:
         yield f"  {'MTP layers':<14}{_count(model.prediction_total):>10}{'':>12}   not trained, not in `all`"
 
