@@ -110,9 +110,9 @@ class AdaptiveKL:
     A fixed coefficient is `horizon = inf`. Values, not state: `next` returns the controller of the next step.
     """
 
-    beta: float = 0.001
-    target: float = 0.1
-    horizon: float = 10000.0
+    beta: float
+    target: float
+    horizon: float
 
     def next(self, measured_kl: float, num_samples: int) -> AdaptiveKL:
         """The controller after a step of `num_samples` samples with mean KL `measured_kl` per sample."""

@@ -91,3 +91,47 @@ def test_configuration_errors() -> None:
         losses.get("cispo").bind(cap_is_absolute="false")
     with pytest.raises(ConfigError, match="expected: a valid number"):
         losses.get("cispo").bind(clip_high=True)
+
+
+ZEROS = {"clip_low": 0.0, "clip_high": 0.0}
+EDGES: dict[str, tuple[list[dict[str, float]], list[dict[str, float]]]] = {
+    "aspo": ([ZEROS], [{"dual_clip": 1.0}, {"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "capped_ratio": ([{"cap": 0.1}], [{"cap": 0.0}]),
+    "cispo": ([ZEROS], [{"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "clip_cov": ([{"share": 1.0}], [{"share": 0.0}, {"share": 1.1}, {"low": 5.0, "high": 5.0}]),
+    "ctpo": ([{"low": 0.0, "high": 0.0, "dual": 0.0}], [{"low": -0.1}, {"high": -0.1}, {"dual": -0.1}]),
+    "dpo": ([{"beta": 0.1}], [{"beta": 0.0}]),
+    "dppo_kl": ([{"bound_low": 0.1}], [{"bound_low": 0.0}, {"bound_high": 0.0}, {"cap": 0.0}]),
+    "dppo_tv": ([{"bound_low": 0.1}], [{"bound_low": 0.0}, {"bound_high": 0.0}, {"cap": 0.0}]),
+    "dro": ([{"beta": 0.1}], [{"beta": 0.0}]),
+    "espo": ([{"num_bins": 1, **ZEROS}], [{"num_bins": 0}, {"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "gspo": ([ZEROS], [{"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "gspo_token": ([ZEROS], [{"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "ipo_tv": ([{"penalty": 0.0}], [{"max_tv": 0.0}, {"penalty": -0.1}]),
+    "kl_cov": ([{"share": 1.0, "beta": 0.0}], [{"share": 0.0}, {"share": 1.1}, {"beta": -0.1}]),
+    "m2po_clip": ([{"min_low": 0.0, "min_high": 0.0}], [{"budget": 0.0}, {"min_low": -0.1}, {"min_high": -0.1}]),
+    "minirl": ([ZEROS], [{"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "minpro": ([{"cap": 0.1}], [{"cap": 0.0}]),
+    "oapl": ([{"beta": 0.1}], [{"beta": 0.0}, {"beta_value": 0.0}]),
+    "quatro": ([{"multiplier": 0.0}], [{"multiplier": -0.1}]),
+    "quatro_query": ([{"budget": 0.1}], [{"budget": 0.0}]),
+    "r2vpo": ([{"penalty": 0.0}], [{"penalty": -0.1}, {"target": 0.0, "rate": 0.1}, {"target": 0.1, "rate": 0.0}]),
+    "r2vpo_clip": ([ZEROS], [{"variance": 0.0}, {"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "rspo": ([{"gamma_min": 0.0}, {"gamma_min": 1.0}], [{"gamma_min": -0.1}, {"gamma_min": 1.1}, {"clip_low": -0.1}]),
+    "sapo": ([{"tau_positive": 0.1}], [{"tau_positive": 0.0}, {"tau_negative": 0.0}]),
+    "tbpo": ([{"clip_low": 0.0, "clip_high": 0.0, "dual_high": 0.0}], [{"clip_low": -0.1}, {"dual_high": -0.1}]),
+    "topr": ([{"low": 0.0, "high": 0.0}], [{"low": -0.1}, {"low": 1.0, "high": 0.5}]),
+    "turn_ppo": ([ZEROS], [{"clip_low": -0.1}, {"clip_high": -0.1}]),
+    "vespo": ([{"k_positive": 0.1}], [{"k_positive": 0.0}, {"k_negative": 0.0}]),
+}
+"""Parameters at the edge of what a loss takes, and beyond it."""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_parameters_are_taken_up_to_their_edge(name: str) -> None:
+    works, refused = EDGES[name]
+    for parameters in works:
+        losses.get(name).bind(**parameters)
+    for parameters in refused:
+        with pytest.raises(ConfigError, match="loss parameters cannot work"):
+            losses.get(name).bind(**parameters)

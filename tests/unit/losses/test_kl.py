@@ -80,7 +80,7 @@ def test_controllers() -> None:
     controller = AdaptiveKL(beta=0.2, target=0.1, horizon=10000)
     assert controller.next(0.3, 256).beta == pytest.approx(0.201024)
     assert controller.next(0.0, 256).beta == pytest.approx(0.2 * (1 - 0.2 * 0.0256))
-    assert AdaptiveKL(beta=0.2, horizon=float("inf")).next(9.0, 256).beta == 0.2
+    assert AdaptiveKL(beta=0.2, target=0.1, horizon=float("inf")).next(9.0, 256).beta == 0.2
 
 
 def test_a_clipped_weight_is_the_smaller_of_both() -> None:

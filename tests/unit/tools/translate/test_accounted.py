@@ -65,6 +65,8 @@ def test_terms_of_the_objective_are_never_harmless(framework: str) -> None:
         ("model_revision", None),
         ("num_workers", None),
         ("save_interval", None),
+        ("recompute-loss-function", None),
+        ("delta_weight_sync_dtype", None),
     ],
 )
 def test_what_is_guarded(key: str, kind: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,10 @@ def test_flags_of_other_programs_are_not_read(tmp_path: Path) -> None:
     assert read["eval-prompt-data"].unread == "the script computes it"
 
 
-def test_a_script_with_a_quote_that_never_ends(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2"):
-        hydra(tmp_path, "echo a\necho 'b\npython3 -m verl.main_ppo a.b=1\n")
+@pytest.mark.parametrize(("opened", "mark"), [("'b", "'"), ("$((1 +", "("), ("${B:-", "{")])
+def test_a_script_with_a_mark_that_never_ends(tmp_path: Path, opened: str, mark: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)line 2.*got: +{re.escape(mark)} that never ends"):
+        hydra(tmp_path, f"echo a\necho {opened}\npython3 -m verl.main_ppo a.b=1\n")
 
 
 def test_a_file_of_another_framework_is_refused(tmp_path: Path) -> None:

@@ -108,6 +108,11 @@ def test_choices(tmp_path: Path, settings: dict[str, Any], values: dict[str, Any
     assert all(draft.accounted(key) for key in draft.settings)
 
 
+@pytest.mark.parametrize(("settings", "key"), [({"fp16": True, "bf16": False}, "fp16"), ({}, "bf16")])
+def test_the_setting_that_decides_the_precision_is_named(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
+    assert of(tmp_path, **settings).origins["learner.dtype"].startswith(key)
+
+
 @pytest.mark.parametrize(
     ("mode", "rule"),
     [
