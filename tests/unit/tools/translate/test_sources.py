@@ -94,6 +94,11 @@ def test_arrays_comments_and_quotes_are_read_as_the_shell_does(tmp_path: Path) -
     assert read == {"a.b": 1e-3, "trainer.logger": ["console", "wandb"], "g.h": "two words"}
 
 
+def test_a_backslash_outside_of_quotes_keeps_one_character_or_joins_lines(tmp_path: Path) -> None:
+    read = flags(tmp_path, "python3 train.py --name my\\ run --lr 1e\\\n-6\n")
+    assert (read["name"].value, read["lr"].value) == (("my run",), ("1e-6",))
+
+
 def test_settings_that_come_from_elsewhere_are_named(tmp_path: Path) -> None:
     read = hydra(tmp_path, "source other.sh\npython3 -m verl.main_ppo a.b=1 $MORE ${LIST[@]} $@\n")
     assert {key for key, setting in read.items() if setting.unread} == {"$MORE", "${LIST[@]}", "$@"}
