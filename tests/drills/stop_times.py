@@ -38,7 +38,7 @@ from moe_trm.runtime.ending import run_to_end
 from tests.integration.jobs import write_config
 from tests.integration.ranks import ForkedRanks
 
-LIMIT_S, KILL_S, DWELL_S, WAIT_S, POLL_S = 10.0, 30.0, 2.0, 300.0, 0.02
+LIMIT_S, KILL_S, DWELL_S, WAIT_S, POLL_S, SETTLED_S = 10.0, 30.0, 2.0, 300.0, 0.02, 0.5
 TESTS, KEY = Path(__file__).parents[1], "key-of-the-drill"
 SCRIPTED = f"{TESTS / 'unit' / 'rollout' / 'scripted_backend.py'}:ScriptedBackend"
 SETTINGS = [
@@ -53,8 +53,6 @@ MOMENTS = {
     "checkpoint": (),
 }  # fmt: skip
 """What the server does then. The ranks wait for one that has not come; for a server; then as the names say."""
-AHEAD = 3
-"""Steps whose samples are requested at once in some modes, so that any of their answers may be the slow one."""
 SAVED = ("sampling", "update", "push", "checkpoint")
 """Moments at which there is something to save."""
 SIGNALS = (
@@ -157,13 +155,14 @@ def stopped(backend: str, mode: str, moment: str, by: str, overrides: Sequence[s
 
 
 def await_moment(folder: Path, moment: str, ranks: Sequence[psutil.Process]) -> None:
-    """Return when every rank is there."""
-    until = time.monotonic() + WAIT_S
-    while not all((folder / f"{moment}-{rank}").exists() for rank in range(len(ranks))):
-        if time.monotonic() > until or not all(is_there(rank) for rank in ranks):
+    """Return when every rank has been there for `SETTLED_S`."""
+    begun = since = time.monotonic()
+    while time.monotonic() - since < SETTLED_S:
+        if not all((folder / f"{moment}-{rank}").exists() for rank in range(len(ranks))):
+            since = time.monotonic()
+        if since - begun > WAIT_S or not all(is_there(rank) for rank in ranks):
             raise SystemExit(f"'{moment}' did not come\n{(folder / 'log').read_text(errors='replace')[-4000:]}")
         time.sleep(POLL_S)
-    time.sleep(0.5)
 
 
 def end(ranks: Sequence[psutil.Process], controllers: Sequence[psutil.Process], by: str) -> tuple[float, int]:
@@ -233,11 +232,15 @@ def dwell(moment: str, call: Callable[..., Any], due: Callable[..., bool] = lamb
 
     @wraps(call)
     def longer(*args: Any, **kwargs: Any) -> Any:
+        marker = Path(os.environ["DRILL_FOLDER"]) / f"{moment}-{os.environ['RANK']}"
         if os.environ["DRILL_MOMENT"] == moment and due(*args, *kwargs.values()):
-            (Path(os.environ["DRILL_FOLDER"]) / f"{moment}-{os.environ['RANK']}").touch()
+            marker.touch()
             if moment in ("update", "checkpoint") and os.environ["RANK"] == "0":
                 time.sleep(DWELL_S)
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        if moment == "sampling":  # which of the answers is the slow one differs by mode
+            marker.unlink(missing_ok=True)
+        return result
 
     return longer
 
@@ -253,7 +256,7 @@ def rank() -> int:
     replaced: list[tuple[Any, str, str, Callable[..., bool]]] = [
         (learner, "meet", "peer", lambda *_: True),
         (RolloutClient, "begin", "server", lambda *_: True),
-        (RolloutClient, "next_batch", "sampling", lambda _, step, *__: step > AHEAD),
+        (RolloutClient, "next_batch", "sampling", lambda _, step, *__: step > 1),
         (MegatronLearner, "update", "update", lambda *_: True),
         (DeepSpeedLearner, "update", "update", lambda *_: True),
         (RolloutClient, "push", "push", lambda _, version, *__: bool(version)),
