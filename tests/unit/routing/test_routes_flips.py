@@ -108,6 +108,7 @@ def test_margin_is_the_gap_at_the_cut() -> None:
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     torch.testing.assert_close(router_margin(scores, 2), torch.tensor([0.15]))
     torch.testing.assert_close(router_margin(scores, 1), torch.tensor([0.2]))
+    torch.testing.assert_close(router_margin(scores.expand(3, 2, -1), 2), torch.full((3, 2), 0.15))
 
 
 def test_gate_weights_are_compared_on_common_experts_only() -> None:
