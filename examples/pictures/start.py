@@ -117,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, help="a JSONL file with prompt, answer and images on each line")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--until", type=float, default=0.25, help="share of rows that it then solves (default: 0.25)")
+    parser.add_argument("--until", type=float, default=0.5, help="share of rows that it then solves (default: 0.5)")
     parser.add_argument("--max-steps", type=int, default=500, help="give up after these (default: 500)")
     args = parser.parse_args()
     rng, made, model = random.Random(0), processor(), tiny_model(0)
