@@ -10,6 +10,7 @@ from moe_trm.errors import refuse_together
 from moe_trm.models.hf_config import text_config
 from moe_trm.rollout.servers.indexers import check_indexer
 from moe_trm.rollout.sglang.served_differences import (
+    check_cpu_kernels,
     check_cuda_kernels,
     check_epsilons,
     check_intervals,
@@ -37,6 +38,8 @@ def check_model(
     def kernels() -> None:
         if cuda and rollout.starts_server:
             check_cuda_kernels(hf, server.dtype, where, deterministic=repeats)
+        elif rollout.starts_server:
+            check_cpu_kernels(hf, where)
 
     refuse_together(
         lambda: check_quantised(rollout, hf, where),

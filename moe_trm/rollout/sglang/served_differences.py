@@ -130,6 +130,22 @@ def check_cuda_kernels(hf: HfConfig, dtype: str, where: str, *, deterministic: b
         )
 
 
+def check_cpu_kernels(hf: HfConfig, where: str) -> None:
+    """Refuse Mamba-2 layers on a CPU: SGLang's mixer has its scan and its update of states in Triton alone.
+
+    Raises:
+        CheckpointError: config.json has `mamba_num_heads`.
+    """
+    if "mamba_num_heads" in hf:
+        raise CheckpointError(
+            "SGLang 0.5.23 has no Mamba layers on a CPU: their kernels are Triton's",
+            where=f"{where}, mamba_num_heads",
+            got=f"{hf['mamba_num_heads']} on a CPU",
+            expected="a server on a GPU",
+            fix="Roll out on a GPU, or train this model with rollout.engine=bundle.",
+        )
+
+
 def check_options(hf: HfConfig, where: str) -> None:
     """Refuse a MiniMax-M2 that SGLang would serve with another router, another rotation or without norms.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from launch.start.preflight import check_model_and_layout
 from moe_trm.config.schema import Config
@@ -24,6 +25,7 @@ from moe_trm.rollout.sglang.served_differences import (
     READ_KEYS,
     ROTATED_HEADS,
     VISION_LEVELS,
+    check_cpu_kernels,
     check_cuda_kernels,
     check_epsilons,
     check_intervals,
@@ -210,6 +212,31 @@ def test_a_server_on_a_cpu_serves_heads_of_every_size(tmp_path: Path, device: st
     )
     with pytest.raises(CheckpointError, match="heads") if refused else nullcontext():
         launch_command(Served.of(config), tmp_path, 7, "k.yaml")
+
+
+def test_mamba_layers_need_a_gpu(tmp_path: Path) -> None:
+    """The installed mixer computes with Triton's kernels, whatever the device."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "srt" / "layers" / "attention" / "mamba" / "mamba.py").read_text()
+    imported = (
+        r"from sglang\.kernels\.ops\.mamba\.triton_ops import \(\s+mamba_chunk_scan_combined,\s+selective_state_update"
+    )
+    assert re.search(imported, source)
+    check_cpu_kernels(hf_of("qwen3_moe"), "c")
+    sizes = AutoConfig.for_model("nemotron_h").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": ["NemotronHForCausalLM"]}))
+    for device, refused in (("cpu", True), ("cuda", False)):
+        config = Config.model_validate(
+            {
+                "model": {"checkpoint": str(tmp_path)},
+                "learner": {"backend": "deepspeed"},
+                "rollout": {"server": {"device": device}},
+            }
+        )
+        with pytest.raises(CheckpointError, match="no Mamba layers on a CPU") if refused else nullcontext():
+            SglangBackend().check(Served.of(config))
 
 
 @pytest.mark.parametrize("levels", [1, 3, 4])
