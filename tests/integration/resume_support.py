@@ -1,4 +1,4 @@
-"""Commands of the resumption tests: their configuration, runs in the background, and what a run exports."""
+"""What the resumption tests share: configuration, an undisturbed run, runs in the background, what a run exports."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.short_run import metrics_of
 from launch.job import learner_command, learner_environment
 from moe_trm.cli import main as moe_trm
+from moe_trm.config import load
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from tests.drills.resume_drill import books_balance
 from tests.integration.ranks import Ended, fork_ranks
+from tests.integration.recordings import make_recording
 
 STEPS = 4
 CONFIG = """
@@ -90,3 +95,23 @@ def assert_exports_what_the_learner_exported(run: Path, step: int) -> Path:
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (exported / file).read_bytes() == (run / "checkpoints" / "final" / file).read_bytes()
     return exported
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint, a configuration, and a recording of its rollouts."""
+    folder = tmp_path_factory.mktemp("resume")
+    make_checkpoint(folder / "start", shape=TinyShape(layers=2, hidden=32, experts=4, expert_ffn=16))
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder, steps=STEPS))
+    make_recording(load(folder / "config.yaml", []), folder / "bundle", STEPS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    """The run on two ranks that nothing happened to."""
+    done = forked(folder, "alone", f"checkpoint.keep={STEPS}")
+    assert done.ok, done.stderr
+    assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(folder / "alone")[1:]), "nothing was trained"
+    assert books_balance(metrics_of(folder / "alone"))
+    return folder / "alone"
