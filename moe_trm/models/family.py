@@ -14,8 +14,8 @@ from moe_trm.models.hf_config import moe_layers
 
 Packing = Literal["copy", "qkv", "gated", "transposed", "alternating"]
 HfConfig = Mapping[str, Any]
-AttentionKind = Literal["full", "sliding", "latent", "sparse", "gated delta"]
-FeedForwardKind = Literal["dense", "experts"]
+AttentionKind = Literal["full", "sliding", "latent", "sparse", "gated delta", "mamba", "none"]
+FeedForwardKind = Literal["dense", "experts", "none"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Family:
 
     def num_cached(self, hf: HfConfig) -> int:
         """Number of layers that keep keys and values, or latents, of every token."""
-        return sum(self.attention(hf, index).kind != "gated delta" for index in range(int(hf["num_hidden_layers"])))
+        kinds = (self.attention(hf, index).kind for index in range(int(hf["num_hidden_layers"])))
+        return sum(kind not in ("gated delta", "mamba", "none") for kind in kinds)
 
     def attention_kinds(self, hf: HfConfig) -> frozenset[AttentionKind]:
         """The kinds of attention that the layers of this model have."""

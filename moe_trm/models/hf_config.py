@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +217,9 @@ def rotary_share(hf_config: Mapping[str, Any]) -> float:
 
 def shared_width(hf_config: Mapping[str, Any]) -> int:
     """Columns of all experts that every token meets."""
-    if width := hf_config.get("shared_expert_intermediate_size"):
-        return int(width)
+    for key in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+        if width := hf_config.get(key):
+            return int(width)
     return int(hf_config.get("n_shared_experts") or 0) * expert_width(hf_config)
 
 
@@ -226,6 +227,11 @@ LAYER_KEYS = ("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace",
 """Keys that say which layers are mixtures of experts."""
 _PATTERNS = ("hybrid_override_pattern", "layers_block_type")
 """Keys of Nemotron-H for the kind of each layer: `E` in the letters of the release, `moe` in transformers' list."""
+
+
+def layer_pattern(hf_config: Mapping[str, Any]) -> Sequence[str]:
+    """Kinds of the layers of a Nemotron-H, as its config.json has them; empty of other models."""
+    return next((hf_config[key] for key in _PATTERNS if hf_config.get(key)), ())
 
 
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -237,9 +243,8 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if not num_experts(hf_config):
         return ()
-    for key in _PATTERNS:
-        if pattern := hf_config.get(key):
-            return tuple(layer for layer, kind in enumerate(pattern) if kind in ("E", "moe"))
+    if pattern := layer_pattern(hf_config):
+        return tuple(layer for layer, kind in enumerate(pattern) if kind in ("E", "moe"))
     kinds = hf_config.get("mlp_layer_types") or ()
     dense = {*(hf_config.get("mlp_only_layers") or ()), *(i for i, kind in enumerate(kinds) if kind == "dense")}
     step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)

@@ -15,6 +15,7 @@ from moe_trm.models.glm_moe_dsa import GLM_MOE_DSA
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.minimax_m2 import MINIMAX_M2
 from moe_trm.models.mixtral import MIXTRAL
+from moe_trm.models.nemotron_h import NEMOTRON_H
 from moe_trm.models.olmoe import OLMOE
 from moe_trm.models.qwen3 import QWEN3, QWEN3_MOE
 from moe_trm.models.qwen3_5_moe import QWEN3_5_MOE
@@ -59,6 +60,13 @@ def find_family(hf_config: Mapping[str, Any]) -> Family | None:
     by_architecture = {family.architecture: family for family in FAMILIES.values()}
     architectures = hf_config.get("architectures") or []
     return by_architecture.get(architectures[0]) if len(architectures) == 1 else None
+
+
+def sized_family(hf_config: Mapping[str, Any]) -> Family | None:
+    """The family by whose tensors the planner counts: `find_family`'s, or one that learners take by proof."""
+    if hf_config.get("architectures") == [NEMOTRON_H.architecture]:
+        return NEMOTRON_H
+    return find_family(hf_config)
 
 
 def indexer_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from moe_trm.errors import CheckpointError
 from moe_trm.learner.model_rules import check_proved
 from moe_trm.models.pictures import picture_tokens
 from moe_trm.models.quantisation import quantisation_of
-from moe_trm.models.registry import FAMILIES, find_family, refuse_unsupported
+from moe_trm.models.registry import FAMILIES, family_of, find_family, refuse_unsupported, sized_family
 from moe_trm.rollout.servers.model_rules import check_served
 from moe_trm.tools.plan.candidates import Judged, judge
 from moe_trm.tools.plan.cluster import Cluster, Serving, serving
@@ -135,9 +135,12 @@ class Work:
     def model(self, config: Config) -> Model:
         """Raises `ConfigError` or `CheckpointError` for adapters or a model that cannot be, or cannot be counted."""
         refuse_unsupported(self.hf, self.where)
-        if config.learner.backend == "deepspeed" and find_family(self.hf) is None:
+        if config.learner.backend == "megatron":
+            family_of(self.hf, self.where)
+        elif find_family(self.hf) is None:
             quantisation_of(self.hf, self.where)
             check_proved(self.hf, self.where)
+        if sized_family(self.hf) is None:
             raise CheckpointError(
                 "the planner does not know the sizes of this architecture",
                 where=self.where,

@@ -13,7 +13,7 @@ from moe_trm import models
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config, ModelConfig, RolloutConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.models.hf_config import read_full_config, reads_images, text_config, with_quantisation_file
+from moe_trm.models.hf_config import layer_pattern, read_full_config, reads_images, text_config, with_quantisation_file
 from moe_trm.tools.plan.build import Assumptions, Work, build, overrides
 from moe_trm.tools.plan.cluster import Cluster
 from moe_trm.tools.plan.gpus import GPUS, gpu_of
@@ -30,6 +30,10 @@ TEXT_ALONE = "These are counts of the text model alone. The vision encoder is ne
 PICTURED = (
     "The vision tower is in the memory of ranks and servers. Its compute, its activations and its part of pushes are\n"
     "counted nowhere. Image tokens are tokens of the prompt: --prompt-tokens."
+)
+MAMBA = (
+    "Activations of Mamba-2 layers are counted as the kernels of mamba-ssm keep them. Without that package\n"
+    "transformers' own scan keeps many times as much."
 )
 PUBLISHED = Path(models.__file__).with_name("published")
 
@@ -103,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if reads_images(full_config):
         print(f"{PICTURED if config.task.has_pictures else TEXT_ALONE}\n")
+    if layer_pattern(hf):
+        print(f"{MAMBA}\n")
     print(proposals(result, base))
     plan = build(config, work, cluster) if has_file else next(iter(result.plans), None)
     if plan is not None:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_trm.config.schema import LearnerConfig
+from moe_trm.models.family import Layer
 from moe_trm.models.hf_config import expert_width, head_dim, num_experts, rotary_share, shared_width
-from moe_trm.models.registry import family_of
+from moe_trm.models.registry import family_of, sized_family
 from moe_trm.tools.plan.parameters import NO_ADAPTERS, Adapted
 
 Kernels = Literal["fused", "plain", "plain packed"]
@@ -94,6 +95,34 @@ def layer_kept(
     return Kept(size * hidden / t, norms + attention, inside, columns, gradients, scores)
 
 
+def one_part_kept(hf: Mapping[str, Any], learner: LearnerConfig, layer: Layer) -> Kept:
+    """Bytes that a layer of Nemotron-H keeps: of its norm, and of its one part. Not measured.
+
+    Mamba-2 is counted as its kernels keep it (`mamba-ssm`), which compute the scan again. Without them, transformers'
+    own scan keeps many times as much.
+    """
+    size, hidden = BYTES[learner.dtype], int(hf["hidden_size"])
+    outside = norm_kept(hidden, size, "fused") + size * hidden
+    if layer.attention == "mamba":
+        return Kept(size * hidden, outside + _mamba(hf, size), 0.0, 0.0, 3 * size * hidden)
+    if layer.attention == "full":
+        return Kept(size * hidden, outside + _attention(hf, learner, "fused")[0], 0.0, 0.0, 3 * size * hidden)
+    if layer.feed_forward == "dense":
+        width = int(hf["intermediate_size"])
+        return Kept(size * hidden, outside, size * _COPIES * width, 0.0, size * (3 * hidden + 2 * width))
+    top_k, columns = int(hf["num_experts_per_tok"]), int(hf.get("moe_latent_size") or hidden)
+    inside = _experts({**hf, "hidden_size": columns}, learner, size, top_k, NO_ADAPTERS)
+    return Kept(size * hidden, outside, inside, 0.0, size * (3 * hidden + 2 * top_k * columns))
+
+
+def _mamba(hf: Mapping[str, Any], size: int) -> float:
+    """Mamba-2: the projection with the convolution's input, the scan's output, the gated norm, a state each chunk."""
+    heads, state = int(hf["mamba_num_heads"]), int(hf["ssm_state_size"])
+    inner, groups = heads * int(hf["mamba_head_dim"]), int(hf["n_groups"])
+    projected = 2 * inner + 2 * groups * state + heads
+    return size * (projected + 2 * inner) + 4 * groups + 4 * inner * state / int(hf["chunk_size"])
+
+
 def keeps_scores(learner: LearnerConfig) -> bool:
     """True where attention on a GPU keeps a score for each pair of tokens: in Megatron's own layers."""
     return learner.backend == "megatron" and (learner.lora.rank > 0 or learner.transformer_engine == "off")
@@ -131,7 +160,8 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
         return _latent(hf, size, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
     dim = head_dim(hf)
     groups = int(hf["num_key_value_heads"]) / t
-    normed = family_of(hf, "config.json").megatron(hf).get("qk_layernorm", False)
+    family = sized_family(hf) or family_of(hf, "config.json")
+    normed = family.megatron(hf).get("qk_layernorm", False)
     context = learner.parallel.context
     # Attention on a CPU has a copy of keys and values for every query head, of the columns of all ranks.
     copies = kernels != "fused" and (heads != groups or context > 1)
@@ -149,7 +179,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
         kept_bytes += projected
     rotated = dim * rotary_share(hf)
     # Cosines and sines, once for the queries and once for the keys. Layers share a pack's.
-    is_shared = kernels == "plain packed" and rotated == dim and not family_of(hf, "config.json").yarn(hf)
+    is_shared = kernels == "plain packed" and rotated == dim and not family.yarn(hf)
     return kept_bytes, 0.0 if is_shared else 4 * size * rotated
 
 

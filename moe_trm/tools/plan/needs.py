@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moe_trm.config.schema import Config
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.models.registry import find_family
+from moe_trm.models.registry import sized_family
 from moe_trm.rollout.servers.placement import gpus_of
 from moe_trm.tools.plan.build import Assumptions, Work, changed
 from moe_trm.tools.plan.candidates import judge
@@ -38,7 +38,7 @@ def needs(config: Config, world_size: int, *, fused: bool) -> Needs | None:
         config = changed(config, "learner", transformer_engine="auto")
     longest, where = config.rollout.max_new_tokens, f"{config.model.checkpoint}/config.json"
     hf = read_hf_config(config.model.checkpoint)
-    if find_family(hf) is None:
+    if sized_family(hf) is None:
         return None
     lengths = log_normal(max(1.0, longest / 4), SIGMA, longest, PROMPT_TOKENS)
     work = Work(hf, Assumptions(Efficiency(), lengths, KEPT_IDS, OTHER_GB), where)

@@ -13,7 +13,8 @@ from typing import Literal
 from moe_trm.errors import CheckpointError
 from moe_trm.models.family import Family, HfConfig, Layer, Link
 from moe_trm.models.hf_config import PREDICTION_LAYERS, expert_width, head_dim, num_experts, shared_width
-from moe_trm.models.registry import family_of
+from moe_trm.models.nemotron_h import mamba_elements
+from moe_trm.models.registry import family_of, sized_family
 
 Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
 KINDS: tuple[Kind, ...] = (
@@ -159,7 +160,7 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
         CheckpointError: an architecture without a family, or a size that config.json does not have.
     """
     fix = "Use a checkpoint of one of these families: the planner counts by them, for either learner."
-    family = family_of(hf, where, fix)
+    family = sized_family(hf) or family_of(hf, where, fix)
     try:
         hidden = int(hf["hidden_size"])
         vocabulary = int(hf["vocab_size"]) * hidden
@@ -219,7 +220,7 @@ def vision_parameters(full_config: HfConfig, where: str = "config.json") -> int:
 def layer_parts(layer: Layer, family: Family, hf: HfConfig) -> tuple[Part, ...]:
     """The parts of one decoder layer. The tensors are those that the family names."""
     parts = tuple(part_of(name, elements_of(name, family, hf)) for name in _names(layer.tensors))
-    if layer.feed_forward == "dense":
+    if layer.feed_forward != "experts":
         return parts
     experts, top_k = num_experts(hf), int(hf["num_experts_per_tok"])
     expert_elements = sum(elements_of(name, family, hf) for name in _names(layer.expert(0)))
@@ -232,7 +233,7 @@ def _names(links: Mapping[str, Link]) -> list[str]:
 
 def part_of(name: str, elements: int) -> Part:
     owner, kind = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1], _kind(name)
-    divided = kind in ("dense", "shared experts") or owner in _DIVIDED
+    divided = kind in ("dense", "shared experts") or owner in _DIVIDED or name.startswith("mamba.")
     # Every rank adds the bias of a row-parallel matrix to the whole sum.
     whole_bias = owner == "o_proj" and name.endswith(".bias")
     return Part(kind, "tensor" if divided and not whole_bias else "whole", elements, elements)
@@ -248,7 +249,7 @@ def _kind(name: str) -> Kind:
         return "router"
     if "norm" in name:
         return "norms"
-    if name.startswith(("self_attn.", "linear_attn.")):
+    if name.startswith(("self_attn.", "linear_attn.", "mamba.")):
         return "attention"
     if ".experts." in name:
         return "experts"
@@ -261,20 +262,23 @@ def elements_of(name: str, family: Family, hf: HfConfig) -> int:
     kind = _kind(name)
     if name.startswith("linear_attn."):
         return _delta_elements(owner, hf)
+    if name.startswith("mamba."):
+        return mamba_elements(name.removeprefix("mamba."), hf)
     if kind == "attention" or (kind == "norms" and name.startswith("self_attn.")):
         return _attention_elements(owner, name.endswith(".bias"), family, hf)
     if kind == "norms":
         return hidden
     if kind == "router":
         return num_experts(hf) * (hidden if name.endswith(".weight") else 1)
+    latent = int(hf.get("moe_latent_size") or hidden)
     if kind == "dense":
-        return hidden * int(hf["intermediate_size"])
+        return hidden * (latent if owner.endswith("latent_proj") else int(hf["intermediate_size"]))
     if kind == "shared experts":
         return hidden if owner == "shared_expert_gate" else hidden * shared_width(hf)
     matrices = 2 if owner.startswith("gate_up_proj") else 1
     if owner.endswith("_bias"):
         return hidden if owner.startswith("down") else matrices * expert_width(hf)
-    return matrices * hidden * expert_width(hf)
+    return matrices * latent * expert_width(hf)
 
 
 def _delta_elements(owner: str, hf: HfConfig) -> int:

@@ -114,7 +114,18 @@ _MODEL_TYPES = {
     "NemotronHForCausalLM": "nemotron_h",
     "Step3p7FlashForCausalLM": "step3p7",
 }
+NEMOTRON_3_NANO: Mapping[str, Any] = {
+    "hidden_size": 2688, "num_hidden_layers": 52, "vocab_size": 131072, "intermediate_size": 1856,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+    "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 3712, "norm_topk_prob": True,
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
+    "use_conv_bias": True, "chunk_size": 128,
+}  # fmt: skip
 _SIZES: Mapping[str, Mapping[str, Any]] = {
+    "Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON_3_NANO,
+    "Nemotron-3-Ultra-550B-A55B-BF16": NEMOTRON_3_NANO,
     "Qwen3-Coder-480B-A35B-Instruct": {
         "hidden_size": 6144, "num_hidden_layers": 62, "num_attention_heads": 96, "num_key_value_heads": 8,
         "num_experts": 160, "moe_intermediate_size": 2560,
