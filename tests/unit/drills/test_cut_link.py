@@ -38,7 +38,7 @@ def test_what_is_in_flight_is_reset_and_what_comes_after_passes() -> None:
             with link_to(app.url) as link:
                 async with aiohttp.ClientSession() as session:
                     asking = asyncio.ensure_future(session.post(f"{link.url}/slow"))
-                    await asyncio.wait_for(app.begun.wait(), 60)
+                    await asyncio.wait_for(app.begun.wait(), 300)
                     assert link.cut() == 1
                     with pytest.raises(aiohttp.ClientError):
                         await asking

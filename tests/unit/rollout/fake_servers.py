@@ -101,6 +101,6 @@ async def both_serve(fleet: Fleet) -> None:
 
 def in_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def ran() -> None:
-        asyncio.run(asyncio.wait_for(work(), 20))
+        asyncio.run(asyncio.wait_for(work(), 300))
 
     return ran

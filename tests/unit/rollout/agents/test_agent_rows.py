@@ -177,7 +177,7 @@ def test_a_group_that_is_trained_again_brings_every_row_with_the_weight_of_its_d
 
     first: dict[int, list[TrainRow]] = {}
     uses: Counter[int] = Counter()
-    for step, batches in enumerate(asyncio.run(asyncio.wait_for(go(), 90)), 1):
+    for step, batches in enumerate(asyncio.run(asyncio.wait_for(go(), 300)), 1):
         found: dict[int, list[TrainRow]] = {}
         for row in rows_of(batches):
             found.setdefault(row.record.sample_id, []).append(row)
@@ -236,7 +236,7 @@ def made(folder: Path, rows: AgentRows, bad: int) -> tuple[RolloutRecord | str, 
         finally:
             await maker.close()
 
-    return asyncio.run(asyncio.wait_for(go(), 60))
+    return asyncio.run(asyncio.wait_for(go(), 300))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_an_evaluation_takes_the_last_branch_and_counts_nothing(tmp_path: Path) 
         finally:
             await maker.close()
 
-    record, metrics = asyncio.run(asyncio.wait_for(go(), 60))
+    record, metrics = asyncio.run(asyncio.wait_for(go(), 300))
     assert (record.further, record.turn_ids.max(), record.reward) == ((), 2, 1.0)
     assert not any(metrics.values())
     assert TOKENS.decode_all(record.tokens.tolist()).count("part two") == 1

@@ -210,7 +210,7 @@ def test_the_end_of_a_run_ends_its_commands() -> None:
         ended = await asyncio.gather(*calls, return_exceptions=True)
         return " ".join(str(one) for one in ended)
 
-    assert asyncio.run(asyncio.wait_for(go(), 60)) == "the run is over the run is over"
+    assert asyncio.run(asyncio.wait_for(go(), 300)) == "the run is over the run is over"
 
 
 def test_what_a_killed_run_left_goes_with_the_next_start(tmp_path: Path) -> None:

@@ -137,8 +137,9 @@ def samples(deeds: Sequence[str], most_at_once: int) -> list[tuple[Any, SessionT
 def check(results: Sequence[tuple[Any, SessionTree]], deeds: Sequence[str]) -> None:
     rewards = [reward for reward, _ in results]
     assert dict(zip(deeds, rewards, strict=True)) == {deed: DEEDS[deed][1] for deed in deeds}
-    for _, tree in results:
-        assert tree.nodes
+    for deed, (_, tree) in zip(deeds, results, strict=True):
+        # On a busy machine four seconds may end an agent before it has asked.
+        assert tree.nodes or deed in ENDED
         for leaf in tree.leaves():
             check_record(leaf)
     assert not any(AGENT[2] in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))

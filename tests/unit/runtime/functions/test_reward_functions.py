@@ -128,7 +128,7 @@ def test_only_the_sample_that_is_to_blame_is_rejected(tmp_path: Path, source: st
     texts = ["0.5", *bad, "2", "3"]
 
     async def work(reward: FunctionReward) -> list[object]:
-        return await asyncio.wait_for(outcomes(reward, texts), 30)
+        return await asyncio.wait_for(outcomes(reward, texts), 300)
 
     expected = {"0.5": 0.5, "2": 2.0, "3": 3.0, **bad}
     assert dict(zip(texts, with_function(tmp_path, source, work), strict=True)) == expected
