@@ -9,7 +9,7 @@ from tests.integration.jobs import metrics_of, run_job, write_config
 from tests.unit.rollout.test_scripted_servers import SCRIPTED
 
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
-STEPS, DIES_AT = 3, 24
+STEPS, DIES_AT = 3, 30
 """A step takes 16 answers, so the server dies in the second step, unless requests are sent again before."""
 
 
