@@ -121,3 +121,8 @@ def family_of(hf_config: Mapping[str, Any], where: str, fix: str = _NO_CONVERSIO
             fix=fix,
         )
     return family
+
+
+def sized_family_of(hf_config: Mapping[str, Any], where: str, fix: str = _NO_CONVERSION) -> Family:
+    """As `family_of`, and also a family that learners take by proof and whose sizes the planner knows."""
+    return sized_family(hf_config) or family_of(hf_config, where, fix)

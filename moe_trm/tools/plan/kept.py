@@ -19,7 +19,7 @@ from typing import Any, Literal
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.models.family import Layer
 from moe_trm.models.hf_config import expert_width, head_dim, num_experts, rotary_share, shared_width
-from moe_trm.models.registry import family_of, sized_family
+from moe_trm.models.registry import sized_family_of
 from moe_trm.tools.plan.parameters import NO_ADAPTERS, Adapted
 
 Kernels = Literal["fused", "plain", "plain packed"]
@@ -160,7 +160,7 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
         return _latent(hf, size, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
     dim = head_dim(hf)
     groups = int(hf["num_key_value_heads"]) / t
-    family = sized_family(hf) or family_of(hf, "config.json")
+    family = sized_family_of(hf, "config.json")
     normed = family.megatron(hf).get("qk_layernorm", False)
     context = learner.parallel.context
     # Attention on a CPU has a copy of keys and values for every query head, of the columns of all ranks.

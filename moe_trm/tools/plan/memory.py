@@ -15,7 +15,7 @@ from moe_trm.learner.megatron.stages import virtual_stages
 from moe_trm.models.family import AttentionKind, FeedForwardKind
 from moe_trm.models.hf_config import moe_layers
 from moe_trm.models.nemotron_h import NEMOTRON_H
-from moe_trm.models.registry import family_of, sized_family
+from moe_trm.models.registry import sized_family_of
 from moe_trm.tools.plan.figures import Basis
 from moe_trm.tools.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept, one_part_kept
 from moe_trm.tools.plan.merged import merged_bytes
@@ -278,7 +278,7 @@ def _layers(
     kernels: Kernels,
     adapters: Sequence[Adapted],
 ) -> list[Kept]:
-    family = sized_family(hf) or family_of(hf, "config.json")
+    family = sized_family_of(hf, "config.json")
     if family is NEMOTRON_H:
         return [one_part_kept(hf, learner, family.layer(hf, number)) for number in layers]
 

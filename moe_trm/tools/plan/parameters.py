@@ -14,7 +14,7 @@ from moe_trm.errors import CheckpointError
 from moe_trm.models.family import Family, HfConfig, Layer, Link
 from moe_trm.models.hf_config import PREDICTION_LAYERS, expert_width, head_dim, num_experts, shared_width
 from moe_trm.models.nemotron_h import mamba_elements
-from moe_trm.models.registry import family_of, sized_family
+from moe_trm.models.registry import sized_family_of
 
 Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
 KINDS: tuple[Kind, ...] = (
@@ -160,7 +160,7 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
         CheckpointError: an architecture without a family, or a size that config.json does not have.
     """
     fix = "Use a checkpoint of one of these families: the planner counts by them, for either learner."
-    family = sized_family(hf) or family_of(hf, where, fix)
+    family = sized_family_of(hf, where, fix)
     try:
         hidden = int(hf["hidden_size"])
         vocabulary = int(hf["vocab_size"]) * hidden

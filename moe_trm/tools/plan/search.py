@@ -14,7 +14,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.megatron.stages import balanced
 from moe_trm.models.hf_config import moe_layers, num_experts
-from moe_trm.models.registry import family_of, keeps_packs_apart, sized_family
+from moe_trm.models.registry import keeps_packs_apart, sized_family_of
 from moe_trm.tools.plan.build import Plan, Simulated, Work, build, changed
 from moe_trm.tools.plan.candidates import Judged, judge
 from moe_trm.tools.plan.cluster import SERVER_SHARE, Cluster, serving
@@ -69,8 +69,7 @@ def search(config: Config, work: Work, cluster: Cluster, server_nodes: int | Non
     """
     model = work.model(config)
     work.check_served(config)
-    family = sized_family(work.hf) or family_of(work.hf, work.where)
-    if family.not_in_megatron:
+    if sized_family_of(work.hf, work.where).not_in_megatron:
         config = changed(config, "learner", backend="deepspeed")
     if config.learner.backend == "deepspeed" and not keeps_packs_apart(work.hf):
         config = changed(config, "batch", layout="padded")

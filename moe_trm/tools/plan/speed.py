@@ -15,7 +15,7 @@ from moe_trm.config.anchor_passes import scores_every_minibatch
 from moe_trm.config.schema import Config, LearnerConfig, ParallelConfig, RolloutConfig
 from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import head_dim, num_experts
-from moe_trm.models.registry import family_of, sized_family
+from moe_trm.models.registry import sized_family_of
 from moe_trm.tools.plan.columns import data_ranks
 from moe_trm.tools.plan.figures import Basis
 from moe_trm.tools.plan.gpus import Gpu
@@ -64,7 +64,7 @@ def cache_bytes(hf: Mapping[str, Any], gpus: int) -> float:
 
     Latent attention keeps one latent, which every GPU holds. Other key/value heads are shared, at least one a GPU.
     """
-    layers = (sized_family(hf) or family_of(hf, "config.json")).num_cached(hf)
+    layers = sized_family_of(hf, "config.json").num_cached(hf)
     if "kv_lora_rank" in hf:
         return 2.0 * layers * (int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]))
     return 2.0 * layers * 2 * max(1.0, int(hf["num_key_value_heads"]) / gpus) * head_dim(hf)
