@@ -47,7 +47,10 @@ SETTINGS = [
     f"task.reward={TESTS / 'integration' / 'objective_support' / 'reward.py'}:reward",
 ]
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
-MODES = {"sync": (), "one-step": ("pipeline.mode=one_step",), "async": ("pipeline.mode=async",)}
+MODES = {
+    "sync": (), "one-step": ("pipeline.mode=one_step",), "async": ("pipeline.mode=async", "pipeline.partial=interrupt"),
+}  # fmt: skip
+"""A push that waited for the slow answers would keep ranks from waiting for samples."""
 MOMENTS = {
     "peer": (), "server": (), "sampling": ("--token-s=60", "--slow-from=24"), "update": (), "push": ("--load-s=60",),
     "checkpoint": (),

@@ -60,7 +60,8 @@ class ScriptedServer(ThreadingHTTPServer):
         line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
         tokens: list[int] = []
         for token in islice(line, asked["most"]):
-            time.sleep(self.options.token_s if number >= self.options.slow_from else 0.0)
+            if number >= self.options.slow_from:
+                self.take_time(aborts)
             if self.aborts != aborts:
                 break
             tokens.append(token)
@@ -72,6 +73,12 @@ class ScriptedServer(ThreadingHTTPServer):
             "finish": finish,
             "seen": len(asked["ids"]),
         }
+
+    def take_time(self, aborts: int) -> None:
+        """The time of a token, or less if answers are aborted meanwhile."""
+        end = time.monotonic() + self.options.token_s
+        while self.aborts == aborts and (rest := end - time.monotonic()) > 0:
+            time.sleep(min(rest, 0.02))
 
     def score(self, asked: Any) -> dict[str, Any]:
         """Log-probs of tokens, one nat less with each version of the weights that decoding or prefill reads."""
