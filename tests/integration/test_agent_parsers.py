@@ -52,6 +52,7 @@ print("FOUND", json.dumps(found))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
 def test_sglangs_parsers_read_answers() -> None:
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(REPOSITORY)}

@@ -75,6 +75,7 @@ def sessions(
     return asyncio.run(work())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("partial", "rows", "first"), [("interrupt", "trajectory", 60), ("wait", "turns", 80)])
 def test_a_push_while_agents_work_leaves_each_token_its_own_version(
     partial: Literal["interrupt", "wait"],

@@ -135,6 +135,7 @@ def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_
     assert len({tuple(np.array(record.tokens).tolist()) for record in records}) > 1
 
 
+@pytest.mark.long
 def test_the_packages_of_openai_and_anthropic_talk_with_the_policy_on_every_interface(
     served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:

@@ -217,6 +217,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "fault"), CASES)
 def test_a_planted_fault_is_named_in_the_files_of_its_framework(
     benches: dict[str, Bench], tmp_path: Path, family: str, fault: str
@@ -227,6 +228,7 @@ def test_a_planted_fault_is_named_in_the_files_of_its_framework(
     assert causes(found).get(question, set()) & named, [answer.check.says for answer in found.answers]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_clean_files_raise_no_alarm(benches: dict[str, Bench], tmp_path: Path, family: str, layout: str) -> None:

@@ -116,6 +116,7 @@ def train(folder: Path, checkpoint: Path, name: str, *overrides: str) -> int:
     return run_job(str(EXAMPLE / "config.yaml"), [*small, *overrides])
 
 
+@pytest.mark.long
 def test_the_tool_is_used_replayed_and_never_scored(run: Path) -> None:
     rows = metrics_of(run / "calculator")
     records = [record for step in (1, 2) for record in BundleReader(str(run / "bundle")).read(step)]
@@ -142,6 +143,7 @@ def test_the_tool_is_used_replayed_and_never_scored(run: Path) -> None:
     assert rows[0]["eval/rejected/reward_error"] > 0
 
 
+@pytest.mark.long
 def test_a_reward_that_raises_hangs_or_returns_nonsense_costs_only_its_samples(run: Path) -> None:
     last = metrics_of(run / "calculator")[-1]
     reasons = ("reward_error", "reward_timeout", "reward_nan", "reward_type")

@@ -29,6 +29,7 @@ def visit(
     return folder, main([*words, "--json", str(folder / "doctor.json")])
 
 
+@pytest.mark.long
 def test_a_healthy_configuration_passes(visit: tuple[Path, int]) -> None:
     folder, code = visit
     found = json.loads((folder / "doctor.json").read_text())

@@ -46,6 +46,7 @@ def exact(
     return request.param, rows
 
 
+@pytest.mark.long
 def test_the_probe_finds_the_share_of_quantisation(exact: tuple[str, list[dict[str, float]]]) -> None:
     """Both engines compute in float32, so that the rounding of the weights is all there is."""
     for row in exact[1]:
@@ -56,6 +57,7 @@ def test_the_probe_finds_the_share_of_quantisation(exact: tuple[str, list[dict[s
         assert row["replay/applied_fraction"] == 1.0
 
 
+@pytest.mark.long
 def test_a_learner_that_rounds_like_the_rollout_has_no_mismatch_left(
     exact: tuple[str, list[dict[str, float]]], tmp_path: Path, brief_checkpoint: Path, attached: list[str]
 ) -> None:

@@ -61,6 +61,7 @@ def exact(checkpoint: Path) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", RUNS)
 def test_a_repeated_gradient_is_cut_to_the_limit(finished: Ranks, exact: tuple[Tensor, Tensor], run: str) -> None:
     facts = finished.saved(run, "facts")

@@ -119,6 +119,7 @@ def job(folder: Path, checkpoint: Path, names: Sequence[str], *settings: str, **
         yield Job(folder, config, hub, {host.name: host for host in made}, [*SETTINGS, *settings])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loading_s", [0.0, pytest.param(LOADING_S, marks=pytest.mark.slow)])
 def test_everything_starts_at_once_and_no_attempt_is_lost(tiny_moe: Path, tmp_path: Path, loading_s: float) -> None:
     """The server is the last that is there. The first learner's hostname is 127.0.1.1 to itself, as on Debian."""

@@ -97,6 +97,7 @@ def logprobs_of(model: Any, number: int) -> Tensor:
     return torch.zeros(batch.mask.shape, dtype=torch.float64).masked_scatter(batch.mask, own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", EXACT)
 def test_updates_are_perturbed_and_scores_are_not(finished: Finished, by_hand: dict[str, Tensor], run: str) -> None:
     found = finished(run)

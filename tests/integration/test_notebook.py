@@ -12,6 +12,7 @@ from tests.integration.notebook import ROOT, code_cells, run, stored
 NOTEBOOK = ROOT / "examples" / "library" / "library.ipynb"
 
 
+@pytest.mark.long
 def test_it_prints_what_it_says() -> None:
     said = stored(NOTEBOOK)
     assert run(NOTEBOOK) == said, f"run `python -m tests.integration.notebook {NOTEBOOK.relative_to(ROOT)}`"

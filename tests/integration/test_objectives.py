@@ -102,6 +102,7 @@ def check(name: str, result: dict[str, Any]) -> None:
     assert telling, f"{name} never had something rejected and a gradient of the rest"
 
 
+@pytest.mark.long
 def test_a_few_of_them(config: Path, bundle: Path, folder: Path) -> None:
     for name, result in run_cases(config, bundle, folder, list(FEW)).items():
         check(name, result)
@@ -111,6 +112,7 @@ def test_a_few_of_them(config: Path, bundle: Path, folder: Path) -> None:
                 assert advantage == pytest.approx(expected[group][reward], abs=1e-4)
 
 
+@pytest.mark.long
 def test_rows_are_packed_where_a_run_asks_for_the_form_that_this_machine_has_proved(bundle: Path, folder: Path) -> None:
     """Two steps on samples of a real server, with every route proved in the packs."""
     assert bundle.is_dir()
@@ -131,6 +133,7 @@ def test_all_of_them(config: Path, bundle: Path, folder: Path) -> None:
         check(name, result)
 
 
+@pytest.mark.long
 def test_a_rule_and_a_loss_of_ones_own_train_and_are_reported(config: Path, bundle: Path, folder: Path) -> None:
     """Under the real torchrun, by path; both are named by the report, the rule in its chart too."""
     recorded = ["rollout.engine=bundle", f"rollout.bundle={bundle}", "learner.parallel.expert=1", "probe.every=0"]

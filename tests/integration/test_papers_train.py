@@ -130,6 +130,7 @@ def test_two_steps(
         assert trained[-1]["rollout/age_max"] == 1
 
 
+@pytest.mark.long
 def test_two_steps_from_a_teacher(attached: list[str], brief_checkpoint: Path, tmp_path: Path) -> None:
     """The example of distillation; the server that samples is the teacher too, at the weights that were pushed last."""
     [url] = [setting.split("=", 1)[1] for setting in attached if setting.startswith("rollout.url=")]

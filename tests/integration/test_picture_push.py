@@ -14,6 +14,7 @@ import pytest
 from tests.integration.picture_model import make_picture_model
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("moe_trm_sglang_cpu") is None, reason="CPU support is installed without CUDA only")
 def test_a_push_changes_the_text_and_leaves_the_tower(tmp_path: Path) -> None:
     checkpoint, out = make_picture_model(tmp_path / "pictures"), tmp_path / "answers.json"

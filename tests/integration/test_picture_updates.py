@@ -29,6 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_picture_model(tmp_path_factory.mktemp("pictures"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tower", "ranks"), [("frozen", 2), ("trained", 1)])
 def test_an_update_replays_image_tokens_and_exports_the_whole_release(
     tower: str, ranks: int, checkpoint: Path, tmp_path: Path

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from moe_trm.models.tiny.families import make_family
 
 PROGRAM = """
@@ -18,6 +20,7 @@ print("tokens", answer.shape[1] - prompt["input_ids"].shape[1])
 """
 
 
+@pytest.mark.long
 def test_a_checkpoint_loads_and_generates_in_a_fresh_process(tmp_path: Path) -> None:
     checkpoint = make_family("qwen3_moe", tmp_path / "checkpoint")
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(checkpoint)], capture_output=True, text=True, check=False)

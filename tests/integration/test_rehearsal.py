@@ -27,10 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron-Core's import
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-ALIKE = ("async", "calibrated", "dynamic_sampling", "exact_kl", "kl", "long_run", "papers")
-"""The learner and the server of configs/quickstart.yaml."""
-ONE_NODE = ("qwen3_30b_a3b", "qwen3_5_35b_a3b", "qwen3_next_80b_a3b")
-"""The model, the learner and the server of the configuration for four nodes."""
+FEW = ("quickstart", "deepspeed", "qwen3_30b_a3b_4_nodes")
+"""One of each kind; CI judges the others as well."""
 CLUSTER = [path for path in CONFIGS if load(path).rollout.server.tensor_parallel > 1]
 WITHOUT_DRIVER = "not judged: the kernels of sglang that are installed here load only where libcuda.so.1 of a driver is"
 NEEDS_SGLANG = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
@@ -93,10 +91,7 @@ def skip_unjudged(checks: dict[str, tuple[str, str]]) -> None:
 @pytest.mark.usefixtures("judged")
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=pytest.mark.long if path.stem in ALIKE + ONE_NODE else ())
-        for path in CONFIGS
-    ],
+    [pytest.param(path, id=path.stem, marks=() if path.stem in FEW else pytest.mark.long) for path in CONFIGS],
 )
 def test_every_shipped_configuration_passes(path: Path, tmp_path: Path) -> None:
     config = load(path)
@@ -126,6 +121,7 @@ def test_what_megatron_the_engine_or_the_proof_refuses_is_a_failed_check(tmp_pat
     assert "telepathy" in checks["server's arguments"][1]
 
 
+@pytest.mark.long
 @NEEDS_SGLANG
 @pytest.mark.usefixtures("judged")
 def test_a_server_whose_checksums_are_unknown_is_proved_by_use_or_refused(tmp_path: Path) -> None:

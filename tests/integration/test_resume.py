@@ -119,6 +119,7 @@ def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
     assert books_balance(metrics_of(tmp_path / "killed"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Path, asked: signal.Signals) -> None:
     """Interrupted on two ranks that share the experts, finished by one rank: the same training up to rounding."""

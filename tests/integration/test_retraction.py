@@ -40,6 +40,7 @@ def policy(config: Config, missing: str) -> Config:
     return config.model_copy(update={"replay": replay})
 
 
+@pytest.mark.long
 def test_a_sample_that_was_retracted_and_goes_on_under_the_same_weights(
     served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def divided_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("divided_ranks"), {**OPTIONS, **MORE}, DIVIDED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [*TENSOR, *EXPERT], ids=str)
 @pytest.mark.parametrize("family", OPTIONS)
 def test_what_every_rank_holds_is_predicted(ranks: Ranks, family: str, layout: Mapping[str, Any]) -> None:
@@ -133,6 +134,7 @@ def test_what_every_rank_holds_is_predicted(ranks: Ranks, family: str, layout: M
         assert_predicted(ranks, family, layout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", OPTIONS)
 def test_one_wrong_element_of_one_rank_is_found(ranks: Ranks, family: str) -> None:
     layout = {**TENSOR[-1], "damage": WRONG}

@@ -63,6 +63,7 @@ def deepspeed(run: Path) -> Path:
     return run / "runs" / "deepspeed"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("deepspeed")
 def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoint: Path) -> None:
     """Where the text has the padding id too: no learner trains its embedding."""
@@ -109,6 +110,7 @@ def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path) -> Non
     assert worst < 1e-4
 
 
+@pytest.mark.long
 def test_what_both_learners_left_is_evaluated_by_server_and_learner(
     run: Path, deepspeed: Path, attached: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ def test_the_control_on_policy_is_one(causal: Any, monkeypatch: pytest.MonkeyPat
     assert oracle.control(cells)[0]["mean"] == 1.5
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 def test_it_goes_on_where_it_was_stopped(
     causal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -83,6 +83,7 @@ def test_a_run_goes_on_where_a_disturbance_ended_it(
     assert (kept.starts, kept.unexplained) == (starts, unexplained)
 
 
+@pytest.mark.long
 def test_a_full_disk_has_no_room_until_it_is_over(tmp_path: Path) -> None:
     """The limit on the size of a file stands in for the end of a disk."""
     program = f"""

@@ -186,6 +186,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_whose_reader_is_gone_saves_all_the_same(tmp_path: Path, number: signal.Signals) -> None:
     """As after `moe-trm train ... | head`, or when the terminal of a log is closed."""

@@ -91,6 +91,7 @@ def test_ranks_are_started_again_unless_they_refuse(tmp_path: Path, status: int,
     assert names == sorted(f"{life}-{rank}" for life in ("first", "second")[:lives] for rank in range(2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["before", "swallows", "imports", "saves"])
 def test_a_stop_is_never_lost(tmp_path: Path, moment: str) -> None:
     """Before there is a rank (torchrun catches everything there), while ranks cannot save yet, and when they can."""

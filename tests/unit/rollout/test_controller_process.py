@@ -49,6 +49,7 @@ def said(log: Path, words: str, patience_s: float = 120.0) -> bool:
     return words in log.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["imports", "waits for its server"])
 def test_it_ends_with_its_rank(tmp_path: Path, config: Config, moment: str) -> None:
     log = tmp_path / "controller.log"

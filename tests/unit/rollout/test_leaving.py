@@ -71,6 +71,7 @@ def job(request: pytest.FixtureRequest, file: Path, tmp_path: Path) -> Iterator[
     assert process._process.poll() == 128 + signal.SIGTERM, "its own rank has ended it"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_controller_outlives_the_ranks_that_it_serves(job: Job, number: signal.Signals) -> None:
     """What one rank was given the other gets too; what is not finished both are refused; states are still told."""

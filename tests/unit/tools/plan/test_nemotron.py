@@ -71,6 +71,7 @@ def test_activations_are_those_of_each_kind_of_layer(recompute: str) -> None:
         assert min(mamba, dense, experts, attention) > norm + entry
 
 
+@pytest.mark.long
 def test_a_plan_is_made_and_says_what_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(NANO))
     command = ["plan", "--hf-config", str(tmp_path / "config.json"), "--nodes", "2"]

@@ -124,6 +124,7 @@ def test_plan_and_start_agree_on_published_releases(
         check_model_and_layout(start_of(on_gpus, hf, tmp_path), 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_what_is_planned_passes_the_checks_of_a_start(name: str, tmp_path: Path) -> None:
     hf, config = published_config(name), load(WORKLOAD, ["rollout.max_new_tokens=4096"])

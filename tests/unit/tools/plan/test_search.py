@@ -108,6 +108,7 @@ VERL_DEEPSEEK = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "server", "public"),
     [("qwen3_30b_a3b", 8, SLIME_QWEN), ("glm_4_5", 32, SLIME_GLM), ("deepseek_v3", 32, VERL_DEEPSEEK)],
