@@ -23,6 +23,8 @@ from moe_trm.tools.plan.simulate import SimulatedServers, simulate
 from tests.integration.jobs import metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
 
+pytestmark = pytest.mark.long  # the tests of schedules and of the engine's contract hold its rules
+
 STEPS = 4
 PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
 RULES = "[{name: trm_max, thresholds: {max_kl: 6.0e-4}}]"
@@ -126,7 +128,6 @@ def live(folder: Path, config: Path, seen: Seen) -> list[dict[str, float]]:
     return metrics_of(folder / "runs" / "live")[1:]
 
 
-@pytest.mark.long
 def test_samples_are_stale_but_never_beyond_the_bound_and_the_books_balance(live: list[dict[str, float]]) -> None:
     assert len(live) == STEPS
     assert live[0]["rollout/age_max"] == 0
@@ -137,7 +138,6 @@ def test_samples_are_stale_but_never_beyond_the_bound_and_the_books_balance(live
     assert live[-1]["ledger/in_flight"] == live[-1]["ledger/queued"] == 0
 
 
-@pytest.mark.long
 def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]], seen: Seen) -> None:
     for row in live:
         assert row.keys() >= WATCHED
@@ -147,7 +147,6 @@ def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]], see
     assert names >= {gauge_name(name) for name in WATCHED}
 
 
-@pytest.mark.long
 def test_the_key_is_in_no_file_and_on_no_command_line(live: list[dict[str, float]], folder: Path, seen: Seen) -> None:
     files = [path for root in ("runs", "bundle") for path in (folder / root).rglob("*") if path.is_file()]
     names = {path.name for path in files}
@@ -168,7 +167,6 @@ def test_the_key_is_in_no_file_and_on_no_command_line(live: list[dict[str, float
     assert {known for line, known in seen.processes.items() if "launch.train" in line} == {True}
 
 
-@pytest.mark.long
 def test_engine_mismatch_and_lag_are_known_apart_and_replay_is_complete(live: list[dict[str, float]]) -> None:
     """A pass under the weights that sampled gives behaviour log-probs: the engine ratio is as small as without lag."""
     for row in live:
@@ -179,7 +177,6 @@ def test_engine_mismatch_and_lag_are_known_apart_and_replay_is_complete(live: li
     assert max(stale) < 10 * live[0]["engine/k3_kl"] + 1e-4
 
 
-@pytest.mark.long
 def test_a_recorded_overlapping_run_repeats_bit_for_bit(
     live: list[dict[str, float]], folder: Path, config: Path
 ) -> None:
@@ -199,7 +196,6 @@ def test_a_recorded_overlapping_run_repeats_bit_for_bit(
         }
 
 
-@pytest.mark.long
 def test_packs_of_stale_samples_some_of_them_dropped_train_as_padded_rows(
     live: list[dict[str, float]], folder: Path, config: Path
 ) -> None:

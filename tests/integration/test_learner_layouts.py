@@ -16,6 +16,8 @@ from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import make_checkpoint
 from tests.integration.learner_support.work import NUM_BATCHES, global_batch
 
+pytestmark = pytest.mark.long  # test_replay_layouts.py and test_learner_conformance.py hold what it joins
+
 LAYOUTS = {
     "EP2": "expert=2",
     "TP2+SP": "tensor=2:expert_tensor=2",

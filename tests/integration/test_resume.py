@@ -185,6 +185,7 @@ def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path
             assert (two.read(tensor) - expected).abs().max() <= tolerance * expected.abs().max(), tensor
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "learner",
     [

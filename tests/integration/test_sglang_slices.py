@@ -21,6 +21,8 @@ from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.checksum import EngineChecksums, compare
 from moe_trm.rollout.sglang.served_shape import shape_of, unpredicted
 
+pytestmark = pytest.mark.long  # tests/unit/sync holds its rules
+
 if find_spec("moe_trm_sglang_cpu") is None:
     pytest.skip("CPU support is installed on machines without CUDA only", allow_module_level=True)
 
@@ -123,7 +125,6 @@ def divided_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("divided_ranks"), {**OPTIONS, **MORE}, DIVIDED)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", [*TENSOR, *EXPERT], ids=str)
 @pytest.mark.parametrize("family", OPTIONS)
 def test_what_every_rank_holds_is_predicted(ranks: Ranks, family: str, layout: Mapping[str, Any]) -> None:
@@ -134,7 +135,6 @@ def test_what_every_rank_holds_is_predicted(ranks: Ranks, family: str, layout: M
         assert_predicted(ranks, family, layout)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", OPTIONS)
 def test_one_wrong_element_of_one_rank_is_found(ranks: Ranks, family: str) -> None:
     layout = {**TENSOR[-1], "damage": WRONG}

@@ -19,6 +19,8 @@ from moe_trm.recording.bundle import BundleReader
 from moe_trm.rollout.servers import process as supervisor
 from tests.integration.jobs import metrics_of, run_job, write_config
 
+pytestmark = pytest.mark.long  # test_end_to_end.py and test_sglang_kernels.py hold its rules
+
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
 # One optimizer step close to the gradient itself, so that its scale shows. The entropy bonus gives one whatever the
 # rewards are.
@@ -63,7 +65,6 @@ def deepspeed(run: Path) -> Path:
     return run / "runs" / "deepspeed"
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("deepspeed")
 def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoint: Path) -> None:
     """Where the text has the padding id too: no learner trains its embedding."""
@@ -110,7 +111,6 @@ def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path) -> Non
     assert worst < 1e-4
 
 
-@pytest.mark.long
 def test_what_both_learners_left_is_evaluated_by_server_and_learner(
     run: Path, deepspeed: Path, attached: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
