@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -126,6 +127,7 @@ def imports_into(package: str, imports: Mapping[str, set[str]], *, allowed: tupl
     }
 
 
+@cache
 def imports_of_modules() -> dict[str, set[str]]:
     """By module: the modules that it imports."""
     paths = [path for name in ("moe_trm", "routing", "launch", "benchmarks") for path in (ROOT / name).rglob("*.py")]

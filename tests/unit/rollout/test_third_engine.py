@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -167,8 +168,8 @@ def named_by(node: ast.Import | ast.ImportFrom) -> list[str]:
     return names if isinstance(node, ast.Import) else [f"{node.module}.{name}" for name in names]
 
 
-def product() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def product() -> list[tuple[str, ast.Module]]:
     """Path and syntax of every file of the product."""
-    for package in ("moe_trm", "launch"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+    paths = [path for package in ("moe_trm", "launch") for path in sorted((ROOT / package).rglob("*.py"))]
+    return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]

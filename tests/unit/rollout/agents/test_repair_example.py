@@ -146,6 +146,7 @@ def check(results: Sequence[tuple[Any, SessionTree]], deeds: Sequence[str]) -> N
     assert not [place for place in PLACES if (Path(place) / MARK).exists()]
 
 
+@pytest.mark.long
 def test_what_a_policy_does_costs_its_own_sample_only() -> None:
     needs_namespaces()
     check(samples([*DEEDS], 6), [*DEEDS])
