@@ -1,9 +1,10 @@
 """Sums of 2 to 24 numbers with running totals, and a start that solves half of each octave of them: answer_length.yaml.
 
 `python -m benchmarks.evidence.addends [--out DIR]` writes training prompts, one held-out set for each octave of the
-number of addends, and the start. `12+7+45=` is worked out as `12+7=19,19+45=64#64`. More addends have fewer digits, so
-that an answer has 20 to 250 tokens. The start learns from random weights, in each step from the octaves of which it
-solves less than half, and is ready when it solves half of each.
+number of addends, and the start. `a12b7c45=` is worked out as `b12+7=19,c19+45=64#64`: a letter names the addend whose
+turn it is, because a tiny model does not count. More addends have fewer digits, so that an answer has 13 to 230 tokens.
+The start learns from random weights, in each step from the octaves of which it solves less than half, and is ready when
+it solves half of each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from string import ascii_lowercase as LETTERS
 from typing import Any
 
 import torch
@@ -27,9 +29,9 @@ from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, save, tiny_model
 
 OUT = Path("runs/addends")
 OCTAVES: Mapping[str, tuple[int, int, int]] = {
-    "two": (2, 3, 4),
-    "four": (4, 7, 3),
-    "eight": (8, 15, 2),
+    "two": (2, 3, 2),
+    "four": (4, 7, 2),
+    "eight": (8, 15, 1),
     "sixteen": (16, 24, 1),
 }
 """Fewest and most addends, and the digits of each."""
@@ -46,7 +48,7 @@ class Addends:
 
     @property
     def prompt(self) -> str:
-        return "+".join(map(str, self.numbers)) + "="
+        return "".join(f"{letter}{number}" for letter, number in zip(LETTERS, self.numbers, strict=False)) + "="
 
     @property
     def answer(self) -> str:
@@ -55,8 +57,9 @@ class Addends:
     @property
     def solution(self) -> str:
         """Running totals and the answer."""
-        steps = zip(self.numbers[1:], pairwise(accumulate(self.numbers)), strict=True)
-        return ",".join(f"{total}+{number}={next_total}" for number, (total, next_total) in steps) + f"#{self.answer}"
+        steps = zip(LETTERS[1:], self.numbers[1:], pairwise(accumulate(self.numbers)), strict=False)
+        lines = [f"{letter}{total}+{number}={next_total}" for letter, number, (total, next_total) in steps]
+        return ",".join(lines) + f"#{self.answer}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from moe_trm.ratios import LogRatios
 
 def test_a_sum_is_worked_out_by_running_totals() -> None:
     problem = Addends((12, 7, 45))
-    assert (problem.prompt, problem.answer, problem.solution) == ("12+7+45=", "64", "12+7=19,19+45=64#64")
+    assert (problem.prompt, problem.answer, problem.solution) == ("a12b7c45=", "64", "b12+7=19,c19+45=64#64")
     assert tuple(OCTAVES) == SETS
     rng = random.Random(0)
     lengths = {}
