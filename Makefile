@@ -95,16 +95,16 @@ quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: lea
 collapse: $(STAMP) ## engines that route apart: one run without replay and one with it, drawn and judged in words
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m benchmarks.evidence.router_noise
 
-test: lint ## everything CI needs, from nothing: lint, types, tests that are not slow
+test: lint ## lint, types and the shorter tests, from nothing
 	@$(MAKE) --no-print-directory -j3 UNIT_WORKERS=$(UNIT_BESIDE) types test-unit test-integration
 
-test-unit: $(STAMP) ## the unit tests alone, in two minutes
+test-unit: $(STAMP) ## the unit tests alone
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -n $(UNIT_WORKERS) $(SHORT) tests/unit $(PYTEST_ARGS)
 
 test-integration: $(STAMP) ## the others: real engines, learners and ranks
 	$(QUIET_CORES) $(NO_GPU) $(PYTEST) $(SHORT) --ignore tests/unit $(PYTEST_ARGS)
 
-test-long: $(STAMP) ## what CI runs as well: tests of rules that a shorter one holds
+test-long: $(STAMP) ## what CI runs as well: tests whose rule, or each part of it, shorter ones hold
 	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "long and not slow and not gpu" $(PYTEST_ARGS)
 
 has-newer:
