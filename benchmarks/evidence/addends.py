@@ -3,8 +3,8 @@
 `python -m benchmarks.evidence.addends [--out DIR]` writes training prompts, one held-out set for each octave of the
 number of addends, and the start. `a12b7c45=` is worked out as `b12+7=19,c19+45=64#64`: a letter names the addend whose
 turn it is, because a tiny model does not count. More addends have fewer digits, so that an answer has 13 to 230 tokens.
-The start learns from random weights, in each step from the octaves of which it solves less than half, and is ready when
-it solves half of each.
+The start learns from random weights, in every other step or so from an octave of which it solves less than half, and is
+ready when it solves half of each.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def make(out: Path, *, max_steps: int = MAX_STEPS) -> None:
             group["lr"] = LR * min(1.0, step / WARMUP_STEPS)
         behind = [octave for octave, share in solved.items() if share < ENOUGH]
         optimizer.zero_grad()
-        loss = _loss(causal, rng, rng.choice(behind))
+        loss = _loss(causal, rng, rng.choice(behind if rng.random() < 0.5 else [*OCTAVES]))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(causal.parameters(), 1.0)
         optimizer.step()
