@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
@@ -47,16 +48,16 @@ class ScriptedServer(ThreadingHTTPServer):
         self.options, self.key = options, os.environ[options.key_in]
         self.weights, self.answered, self.aborts = "none", 0, 0
         self.decoding = "none"
-        self.paused = threading.Lock()
+        self.paused = threading.RLock()
 
     def say(self, asked: Any) -> dict[str, Any]:
         """One answer; the server dies in the middle of the one that `--die-at` names, if there is no file `--died`."""
         with self.paused:  # a push is under way: it waits for the new weights
             weights, aborts, number = self.weights, self.aborts, self.answered
             self.answered += 1
-        if number + 1 == self.options.die_at and not self.options.died.exists():
-            self.options.died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if number + 1 == self.options.die_at and not self.options.died.exists():
+                self.options.died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
         tokens: list[int] = []
         for token in islice(line, asked["most"]):
@@ -118,7 +119,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.aborts += 1
         own = self.server
         routes = {"/say": own.say, "/load": own.load, "/score": own.score, "/abort": lambda _: {}}
-        self._reply(200, routes[self.path](asked))
+        # Samples that wait for a push are answered, and the server dies of them, once the push has its answer.
+        with own.paused if self.path == "/load" else nullcontext():
+            self._reply(200, routes[self.path](asked))
 
     def _may(self) -> bool:
         told = self.headers.get("Authorization", "")
