@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.evidence.oracle_answers import ID_OF, TOKENIZER, sample
 from benchmarks.options import command_line
@@ -38,6 +39,8 @@ OCTAVES: Mapping[str, tuple[int, int, int]] = {
 TRAINED, HELD_OUT, CHECKED = 8192, 256, 128
 """Training prompts; held-out prompts of an octave; answers of a check."""
 LR, WARMUP_STEPS, BATCH_TOKENS, CHECK_EVERY, MAX_STEPS, ENOUGH, MAX_NEW = 1.5e-3, 30, 3000, 100, 6000, 0.5, 320
+AVERAGED_STEPS = 100
+"""Of the moving average that is the start: the weights of a single step solve one octave at the cost of another."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def make(out: Path, *, max_steps: int = MAX_STEPS) -> None:
     causal: Any = tiny_model(0)
     causal.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(causal.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
+    average = AveragedModel(causal, multi_avg_fn=get_ema_multi_avg_fn(1.0 - 1.0 / AVERAGED_STEPS))
     rng, solved = random.Random("addends-start"), dict.fromkeys(OCTAVES, 0.0)
     for step in range(1, max_steps + 1):
         for group in optimizer.param_groups:
@@ -124,11 +128,12 @@ def make(out: Path, *, max_steps: int = MAX_STEPS) -> None:
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(causal.parameters(), 1.0)
         optimizer.step()
+        average.update_parameters(causal)
         if step % CHECK_EVERY == 0:
-            solved = {octave: success(causal, octave, step) for octave in OCTAVES}
+            solved = {octave: success(average.module, octave, step) for octave in OCTAVES}
             print(f"step {step}: loss {float(loss.detach()):.3f}, solved {solved}", flush=True)
             if min(solved.values()) >= ENOUGH:
-                save(causal, TOKENIZER, out)
+                save(average.module, TOKENIZER, out)
                 summary = {"steps": step, "solved": solved}
                 (out / "warmup.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
                 return
