@@ -94,6 +94,8 @@ def pushed_of(chosen: Config) -> Rounding:
 
 def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
     assert pushed_of(config(norm_noise_stages=3)).noises == (NOISE,)
+    [ended] = pushed_of(config(norm_noise_stages=3, norm_noise_end=0.002)).noises
+    assert ended == NormNoise(0.01, 0.002, 3, 40, 7)
     assert pushed_of(config(norm_noise=0.0)).noises == ()
     learner = config().learner.model_copy(update={"round_like_rollout": True})
     assert computes_in(
@@ -112,8 +114,9 @@ def test_it_is_told_that_the_rollout_is_a_policy_of_its_own() -> None:
     assert "a behaviour policy of its own" in said
     assert "without a correction" in said
     assert not told(config(norm_noise=0.0))
-    [idle] = told(config(norm_noise=0.0, norm_noise_stages=3))
-    assert "rollout.norm_noise_stages has no effect" in idle
+    for setting in ({"norm_noise_stages": 3}, {"norm_noise_end": 0.002}):
+        [idle] = told(config(norm_noise=0.0, **setting))
+        assert f"rollout.{next(iter(setting))} has no effect" in idle
 
 
 ROUTER = "model.layers.3.mlp.gate.weight"
