@@ -12,10 +12,10 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any
 
-from benchmarks.evidence.suites import SUITES, Figure, Gain, Suite
+from benchmarks.evidence.suites import SUITES, Figure, Gain, LengthSlope, Suite
 from benchmarks.figure import COLOURS, INK, MUTED, circle, document, text
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
@@ -34,6 +34,8 @@ FILE = Path("benchmarks/evidence/staleness.yaml")
 LEFT, RIGHT, TOP, LINE = 150, 560, 60, 26
 STATE = ("state", "reason", "attempts", "earlier")
 """Fields of the state of a run that the JSON keeps."""
+EARLIER = "earlier/{}"
+"""Where the run of an earlier report has a figure that was computed there."""
 TICK = 40
 """Least distance of two labels of the axis."""
 
@@ -83,11 +85,11 @@ def joined(arm: Arm, earlier: Mapping[str, Any], suite: Suite, last: int) -> Arm
     answers_by = dict[str, dict[int, Mapping[str, float]]]()
     for figure in (*suite.compared, *suite.beside):
         words = str(earlier_row.get(f"{figure.name}_runs", NOT_MEASURED))
-        if words == NOT_MEASURED or len(figure.metrics) > 1 or len(words.split()) != len(rows):
+        if words == NOT_MEASURED or len(words.split()) != len(rows):
             continue
         for (seed, row), value in zip(rows.items(), map(float, words.split()), strict=True):
             if figure.by is None:
-                row[figure.metrics[0]] = value
+                row[EARLIER.format(figure.name)] = value
             else:
                 answers = answers_by.setdefault(figure.by, {})
                 answers[seed] = {**answers.get(seed, {}), figure.metrics[0]: value}
@@ -111,16 +113,33 @@ def values(arm: Arm, figure: Figure, late: int) -> dict[int, float]:
             for seed, answers in pairs
             if answers.keys() >= set(figure.metrics)
         }
-    by_seed = {}
-    for seed, run in arm.runs.items():
-        parts = [_of(run, metric, late) for metric in figure.metrics]
-        present = [part for part in parts if part is not None]
-        if len(present) == len(parts):
-            by_seed[seed] = sum(present)
-    return by_seed
+    by_seed = {seed: _value(run, figure, late) for seed, run in arm.runs.items()}
+    return {seed: value for seed, value in by_seed.items() if value is not None}
 
 
-def _of(run: Run, metric: str, late: int) -> float | None:
+def _value(run: Run, figure: Figure, late: int) -> float | None:
+    """A figure that the run measured itself; None where a part of it is missing."""
+    for _, value in run.series(EARLIER.format(figure.name)):
+        return value
+    if isinstance(figure, LengthSlope):
+        return _length_slope(run, figure)
+    parts = [_late(run, metric, late) for metric in figure.metrics]
+    present = [part for part in parts if part is not None]
+    return sum(present) if len(present) == len(parts) else None
+
+
+def _length_slope(run: Run, figure: LengthSlope) -> float | None:
+    """See `LengthSlope`. None where fewer than two evaluations found a right answer."""
+    series = [dict(run.series(metric)) for metric in figure.metrics]
+    points = dict[int, float]()
+    for step in sorted(set.intersection(*(set(shares) for shares in series))):
+        shares = [shares[step] or 0.0 for shares in series]
+        if sum(shares):
+            points[step] = sum(p * length for p, length in zip(shares, figure.lengths, strict=True)) / sum(shares)
+    return linear_regression(list(points), list(points.values())).slope if len(points) > 1 else None
+
+
+def _late(run: Run, metric: str, late: int) -> float | None:
     points = [(step, value) for step, value in run.series(metric) if value is not None]
     if metric.startswith("eval/"):
         counted = [value for step, value in points if step == run.last_step]

@@ -27,14 +27,41 @@ class Figure:
         return names if self.by is None else f"{names}, final weights by {self.by}"
 
 
+@dataclass(frozen=True)
+class LengthSlope(Figure):
+    """How the answers that are right grow: the least-squares slope over steps of sum(p L) / sum(p), tokens per step.
+
+    Attributes:
+        lengths: L, the mean tokens of the solutions of each metric's questions; the metric is p, the share solved.
+    """
+
+    lengths: tuple[float, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return "slope of the length of right answers (tokens per step)"
+
+
 SAMPLED = Figure("sampled", ("eval/avg_at_1",))
 GREEDY = Figure("greedy", ("eval/accuracy",))
 UNROUNDED = Figure("unrounded", ("eval/avg_at_1",), by="sglang")
 EXPORTED = Figure("exported", ("eval/avg_at_1",), by="learner")
 """The policy that a run leaves, with its own routes and without noise or rounding. `SAMPLED` is the engine's."""
-OCTAVES = ("two", "four", "eight", "sixteen")
-"""Held-out sets by the least number of addends."""
-EXPORTED_LONGEST = Figure("exported_longest", ("eval/sixteen/avg_at_1",), by="learner")
+SOLUTION_TOKENS: Mapping[str, float] = {
+    "two": 20.0234375,
+    "four": 56.2265625,
+    "eight": 97.15625,
+    "sixteen": 173.62890625,
+}
+"""Held-out sets by the least number of addends, with the mean tokens of their solutions and the end."""
+OF_OCTAVES = {octave: Figure(octave, (f"eval/{octave}/avg_at_1",)) for octave in SOLUTION_TOKENS}
+LONGEST, *SHORTER = reversed(OF_OCTAVES.values())
+EXPORTED_LONGEST = Figure("exported_longest", LONGEST.metrics, by="learner")
+RIGHT_LENGTH = LengthSlope(
+    "right_length",
+    tuple(f"eval/{octave}/avg_at_1" for octave in SOLUTION_TOKENS),
+    lengths=tuple(SOLUTION_TOKENS.values()),
+)
 TOTAL_K3 = Figure("total_k3", ("total/k3_kl",))
 ENGINE_K3 = Figure("engine_k3", ("engine/k3_kl",))
 NATIVE_K3 = Figure("native_k3", ("probe/native_k3_kl",))
@@ -128,7 +155,7 @@ SUITES: Mapping[str, Suite] = {
         "Held-out success on the longest octave after the last step",
         late=81,
         against={"none": (), "random": (), "random_profile": ("TRM_Max",)},
-        compared=(*(Figure(octave, (f"eval/{octave}/avg_at_1",)) for octave in reversed(OCTAVES)), EXPORTED_LONGEST),
+        compared=(LONGEST, RIGHT_LENGTH, EXPORTED_LONGEST, *SHORTER),
         beside=(REWARD, TOTAL_K3, GRAD_NORM),
     ),
     "losses": Suite(

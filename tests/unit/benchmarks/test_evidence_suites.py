@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from benchmarks.evidence import suite_figures
-from benchmarks.evidence.suites import ENGINE_K3, SAMPLED, SUITES, TAIL, UNROUNDED, Suite
+from benchmarks.evidence import addends, suite_figures
+from benchmarks.evidence.suites import (
+    ENGINE_K3,
+    RIGHT_LENGTH,
+    SAMPLED,
+    SOLUTION_TOKENS,
+    SUITES,
+    TAIL,
+    UNROUNDED,
+    Suite,
+)
 from moe_trm.run_folder.run import Row, Run
 from moe_trm.tools.experiment.arms import Arm
 from moe_trm.tools.experiment.plan import ExperimentPlan, make_plan
@@ -198,3 +209,35 @@ def test_tables_say_how_many_runs_and_what_is_not_shown() -> None:
     [sampled, _greedy] = suite_figures.difference_table(list(suite_figures.comparisons(arms, SUITE))).rows
     assert sampled[0] == "TIS - none"
     assert sampled[-1].startswith("not shown: the interval holds 0, of the finished runs alone")
+
+
+def test_the_length_of_right_answers_grows_by_its_slope() -> None:
+    # All octaves alike have the mean of the lengths; then the longest alone is solved. One evaluation is no slope.
+    metrics, longest = RIGHT_LENGTH.metrics, RIGHT_LENGTH.lengths[-1]
+    alike, last = dict.fromkeys(metrics, 0.5), dict.fromkeys(metrics, 0.0) | {metrics[-1]: 0.25}
+    nothing = dict.fromkeys(metrics, 0.0)
+    rows: list[Row] = [{"step": 0, **alike}, {"step": 10, "reward/mean": 1.0}, {"step": 20, **last}]
+    runs = {0: rows, 1: rows[:2], 2: [*rows, {"step": 40, **nothing}]}
+    of_seeds = Arm("a", {seed: Run(Path("a"), {}, rows, ()) for seed, rows in runs.items()}, ())
+    slope = (longest - sum(RIGHT_LENGTH.lengths) / len(metrics)) / 20
+    assert suite_figures.values(of_seeds, RIGHT_LENGTH, 0) == {0: pytest.approx(slope), 2: pytest.approx(slope)}
+
+
+def test_figures_of_several_metrics_join_as_well() -> None:
+    high, low = TAIL.metrics
+    suite = replace(SUITE, compared=(TAIL,))
+    state = RunState(run="a-seed0", arm="a", seed=0, state="finished")
+    old = Arm("a", {0: Run(Path("a"), {}, [{"step": 24, high: 0.1, low: 0.25}], ())}, (state,))
+    kept = {"run": state.run, "state": state.state, "reason": "", "attempts": 1, "earlier": []}
+    both = suite_figures.joined(
+        Arm("a", {}, ()), {"rows": [suite_figures.arm_row(old, suite)], "runs": [kept]}, suite, 24
+    )
+    assert suite_figures.values(both, TAIL, 12) == {0: 0.35}
+
+
+def test_lengths_of_solutions_are_those_of_the_held_out_sums(tmp_path: Path) -> None:
+    addends.write(tmp_path)
+    for octave, tokens in SOLUTION_TOKENS.items():
+        prompts = [json.loads(line)["prompt"] for line in (tmp_path / f"{octave}.jsonl").read_text().splitlines()]
+        sums = [addends.Addends(tuple(map(int, re.findall(r"\d+", prompt)))) for prompt in prompts]
+        assert fmean(len(problem.solution) + 1 for problem in sums) == tokens
