@@ -117,7 +117,8 @@ def make(out: Path, *, max_steps: int = MAX_STEPS) -> None:
     causal: Any = tiny_model(0)
     causal.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(causal.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
-    average = AveragedModel(causal, multi_avg_fn=get_ema_multi_avg_fn(1.0 - 1.0 / AVERAGED_STEPS))
+    update: Any = get_ema_multi_avg_fn(1.0 - 1.0 / AVERAGED_STEPS)  # type: ignore[no-untyped-call]
+    average = AveragedModel(causal, multi_avg_fn=update)
     rng, solved = random.Random("addends-start"), dict.fromkeys(OCTAVES, 0.0)
     for step in range(1, max_steps + 1):
         for group in optimizer.param_groups:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.evidence import addends
 from benchmarks.evidence.addends import OCTAVES, Addends
 from benchmarks.evidence.length_rules import random_rows, random_rows_like_trm_max
-from benchmarks.evidence.suites import OCTAVES as SETS
+from benchmarks.evidence.suites import SOLUTION_TOKENS
 from moe_trm import corrections
 from moe_trm.corrections import Evidence
 from moe_trm.corrections.by_length import octave_of
@@ -23,7 +23,7 @@ from moe_trm.ratios import LogRatios
 def test_a_sum_is_worked_out_by_running_totals() -> None:
     problem = Addends((12, 7, 45))
     assert (problem.prompt, problem.answer, problem.solution) == ("a12b7c45=", "64", "b12+7=19,c19+45=64#64")
-    assert tuple(OCTAVES) == SETS
+    assert tuple(OCTAVES) == tuple(SOLUTION_TOKENS)
     rng = random.Random(0)
     lengths = {}
     for octave, (fewest, most, digits) in OCTAVES.items():
