@@ -168,9 +168,10 @@ def p_of(values: Sequence[float]) -> float:
     return 1 - inside
 
 
-def family(file: str, figure: str = "eval/avg_at_1") -> list[tuple[str, str]]:
-    """The pairs of arms that the suite compares in this figure."""
-    names = [row["difference"] for row in rows(file) if row.get("in") == figure]
+def family(file: str) -> list[tuple[str, str]]:
+    """The pairs of arms that the suite compares in its primary measure, which comes first."""
+    differences_of_file = [row for row in rows(file) if "difference" in row]
+    names = [row["difference"] for row in differences_of_file if row["in"] == differences_of_file[0]["in"]]
     pairs = dict.fromkeys(tuple(name.split(" - ")) for name in names if name.count(" - ") == 1)
     return [(pair[0], pair[1]) for place, pair in enumerate(pairs) if pair[::-1] not in list(pairs)[:place]]
 
@@ -189,9 +190,9 @@ def holm(file: str, arm: str, base: str) -> Value:
 
 
 @measure
-def survivors(file: str) -> Value:
-    """Comparisons of the suite that Holm's correction leaves below 0.05, of all: `N of M`."""
-    p = adjusted({pair: p_of(differences(file, *pair, "sampled")) for pair in family(file)})
+def survivors(file: str, figure: str = "sampled") -> Value:
+    """Comparisons of the suite in its primary measure that Holm's correction leaves below 0.05, of all: `N of M`."""
+    p = adjusted({pair: p_of(differences(file, *pair, figure)) for pair in family(file)})
     return f"{sum(value < 0.05 for value in p.values())} of {len(p)}"
 
 

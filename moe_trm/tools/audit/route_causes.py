@@ -74,11 +74,12 @@ def route_faults(scores: Sequence[RowScores], num_experts: int) -> list[RouteFau
         return []
     same = {number: overlap(_recorded(scores[number]), scores[number].live) for number in with_routes}
     regions = _regions(scores, same, num_experts)
-    for number in with_routes:
-        region = (0, len(same[number]))
-        doubtful = number not in regions and same[number].mean() < DOUBTFUL
-        if doubtful and _explained(scores, number, region, same)[0] != "none":
-            regions[number] = region
+    for number in [number for number in with_routes if number not in regions]:
+        for start, stop in _row_and_halves(len(same[number])):
+            doubtful = same[number][start:stop].mean() < DOUBTFUL
+            if doubtful and _explained(scores, number, (start, stop), same)[0] != "none":
+                regions[number] = (start, stop)
+                break
     clean = [number for number in with_routes if number not in regions]
     layers = _layers(scores, list(regions))
     faults = [_fault(scores, number, region, same, layers, num_experts) for number, region in regions.items()]
@@ -200,8 +201,8 @@ def _fault(
     row, (start, stop) = scores[number], region
     if _filler(row, same[number], num_experts)[start:stop].mean() >= 0.5:
         return RouteFault(number, start, stop, "padded", {"own": float(same[number][start:stop].mean())})
-    end, middle = len(row.live), len(row.live) // 2
-    for start, stop in ((0, end), region, (middle, end), (0, middle)):
+    whole, *halves = _row_and_halves(len(row.live))
+    for start, stop in (whole, region, *halves):
         recorded, in_place = _recorded(row)[start:stop], float(same[number][start:stop].mean())
         cause, fit = _explained(scores, number, (start, stop), same)
         mapped = float(overlap(recorded, row.live[start:stop][:, layers]).mean())
@@ -214,6 +215,10 @@ def _fault(
     in_place, chance = float(same[number][start:stop].mean()), _chance(scores, number)
     cause = "older weights" if in_place >= chance + RELATED else "unrelated"
     return RouteFault(number, start, stop, cause, {"own": in_place, "chance": chance})
+
+
+def _row_and_halves(tokens: int) -> tuple[tuple[int, int], ...]:
+    return (0, tokens), (tokens // 2, tokens), (0, tokens // 2)
 
 
 def _explained(

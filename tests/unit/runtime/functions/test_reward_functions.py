@@ -131,7 +131,8 @@ def test_only_the_sample_that_is_to_blame_is_rejected(tmp_path: Path, source: st
         return await asyncio.wait_for(outcomes(reward, texts), 300)
 
     expected = {"0.5": 0.5, "2": 2.0, "3": 3.0, **bad}
-    assert dict(zip(texts, with_function(tmp_path, source, work), strict=True)) == expected
+    # On busy cores a call that only prints may take more than a second.
+    assert dict(zip(texts, with_function(tmp_path, source, work, timeout_s=2.5), strict=True)) == expected
 
 
 def test_a_traceback_is_written_once_from_the_functions_own_code_on(
