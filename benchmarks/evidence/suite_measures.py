@@ -77,9 +77,9 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 @measure
-def gain_by_answers(file: str, arm: str, base: str, answers: str) -> Value:
+def gain_by_answers(file: str, arm: str, base: str, answers: str, figure: str = "sampled") -> Value:
     """`arm - base` with the interval that so many answers of each run leave by themselves."""
-    pairs = list(zip(runs(file, arm), runs(file, base), strict=True))
+    pairs = list(zip(runs(file, arm, figure), runs(file, base, figure), strict=True))
     difference, reach = fmean(value - base_value for value, base_value in pairs), binomial_reach(pairs, int(answers))
     return difference, difference - reach, difference + reach
 
