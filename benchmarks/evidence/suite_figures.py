@@ -130,10 +130,10 @@ def _value(run: Run, figure: Figure, late: int) -> float | None:
 
 def _length_slope(run: Run, figure: LengthSlope) -> float | None:
     """See `LengthSlope`. None where fewer than two evaluations found a right answer."""
-    series = [dict(run.series(metric)) for metric in figure.metrics]
+    series = [{step: p for step, p in run.series(metric) if p is not None} for metric in figure.metrics]
     points = dict[int, float]()
     for step in sorted(set.intersection(*(set(shares) for shares in series))):
-        shares = [shares[step] or 0.0 for shares in series]
+        shares = [of_metric[step] for of_metric in series]
         if sum(shares):
             points[step] = sum(p * length for p, length in zip(shares, figure.lengths, strict=True)) / sum(shares)
     return linear_regression(list(points), list(points.values())).slope if len(points) > 1 else None

@@ -217,10 +217,11 @@ def test_the_length_of_right_answers_grows_by_its_slope() -> None:
     alike, last = dict.fromkeys(metrics, 0.5), dict.fromkeys(metrics, 0.0) | {metrics[-1]: 0.25}
     nothing = dict.fromkeys(metrics, 0.0)
     rows: list[Row] = [{"step": 0, **alike}, {"step": 10, "reward/mean": 1.0}, {"step": 20, **last}]
-    runs = {0: rows, 1: rows[:2], 2: [*rows, {"step": 40, **nothing}]}
+    unknown: Row = {"step": 40, **alike, metrics[0]: None}
+    runs = {0: rows, 1: rows[:2], 2: [*rows, {"step": 40, **nothing}], 3: [*rows, unknown]}
     of_seeds = Arm("a", {seed: Run(Path("a"), {}, rows, ()) for seed, rows in runs.items()}, ())
     slope = (longest - sum(RIGHT_LENGTH.lengths) / len(metrics)) / 20
-    assert suite_figures.values(of_seeds, RIGHT_LENGTH, 0) == {0: pytest.approx(slope), 2: pytest.approx(slope)}
+    assert suite_figures.values(of_seeds, RIGHT_LENGTH, 0) == dict.fromkeys((0, 2, 3), pytest.approx(slope))
 
 
 def test_figures_of_several_metrics_join_as_well() -> None:
