@@ -212,7 +212,7 @@ class ServerEngine:
         """
         self._check_provable(push.texts)
         self._requested = replace(self._requested, run=self._run)  # answers of other weights are refused from here
-        verifying = asyncio.ensure_future(self._verified(push)) if self._verify else None
+        verifying = asyncio.ensure_future(self._expected_digests(push)) if self._verify else None
         if verifying is not None and not self._fleet.expects(push.version):
             await verifying  # the servers go on meanwhile
         self._push = push, verifying
@@ -234,8 +234,8 @@ class ServerEngine:
                 fix="Set sync.prove_every=1 in a run, or sync.verify=false and accept unproved weights.",
             )
 
-    async def _verified(self, push: WeightPush) -> Digests:
-        return await asyncio.to_thread(self._client.verified, push)
+    async def _expected_digests(self, push: WeightPush) -> Digests:
+        return await asyncio.to_thread(self._client.expected_digests, push)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""

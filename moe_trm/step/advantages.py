@@ -74,7 +74,7 @@ class Advantages:
         compared: Sequence[Sequence[RewardedSample]],
         penalties: Sequence[float] | None = None,
     ) -> list[Array]:
-        """`[S]` float64 advantages of the scored tokens of each of this rank's rows. Arguments as in `given`."""
+        """`[S]` float64 advantages of the scored tokens of each of this rank's rows, as `add_advantages` adds them."""
         records = own_records(parts)
         gathered = _Gathered(learner, records)
         estimate = self._estimator(gathered, parts, penalties)
@@ -99,15 +99,15 @@ class Advantages:
             ratios = [row_ratios.cpu().numpy() for row_ratios in log_token_ratios(parts)]
             energies = gathered.arrays([weighted_energy(*pair) for pair in zip(gathered.records, ratios, strict=True)])
             return lambda samples: self._by_token(samples, energies)
-        lowered = None if penalties is None else gathered.sums(penalties)
+        penalty_of_sample = None if penalties is None else gathered.sums(penalties)
         if not self._entry.reads_ratios:
-            return lambda samples: _constant(samples, self._by_sample(samples, _rewards(samples, lowered)))
+            return lambda samples: _constant(samples, self._by_sample(samples, _rewards(samples, penalty_of_sample)))
         log_weights = gathered.sums(log_sequence_ratios(parts))
         sums = gathered.sums([float(score_energy(record).sum()) for record in gathered.records])
         return lambda samples: _constant(
             samples,
             opob(
-                _rewards(samples, lowered),
+                _rewards(samples, penalty_of_sample),
                 _groups(samples),
                 _column(samples, log_weights),
                 _column(samples, sums),
@@ -239,9 +239,9 @@ def _constant(samples: Sequence[RewardedSample], values: Array) -> OfRow:
     return lambda record: np.full(record.num_scored, of_sample[record.sample_id])
 
 
-def _rewards(samples: Sequence[RewardedSample], lowered: dict[int, float] | None = None) -> Array:
+def _rewards(samples: Sequence[RewardedSample], penalty_of_sample: dict[int, float] | None = None) -> Array:
     rewards = np.array([sample.reward for sample in samples], np.float64)
-    return rewards if lowered is None else rewards - _column(samples, lowered)
+    return rewards if penalty_of_sample is None else rewards - _column(samples, penalty_of_sample)
 
 
 def _groups(samples: Sequence[RewardedSample]) -> Array:

@@ -105,7 +105,7 @@ class Requirements:
 class Delivery:
     """A push on its way to one server.
 
-    `expected`: digests of `ServerClient.verified`; None: no proof is wanted. `keeping` is entered once the server is
+    `expected`: see `ServerClient.expected_digests`; None: no proof is wanted. `keeping` is entered once the server is
     paused, and left when its weights are proved and it may go on.
     """
 
@@ -265,7 +265,7 @@ class ServerClient(ABC):
         raise ConfigError("servers of this engine have no router", where="config key rollout.router", expected="none")
 
     @abstractmethod
-    def verified(self, push: WeightPush) -> Digests:
+    def expected_digests(self, push: WeightPush) -> Digests:
         """The digests that a server which loaded `push` must report. Runs in a thread, while servers go on.
 
         Raises `SyncError` where files of the push are not those of the learner's memory.

@@ -354,7 +354,7 @@ class Fleet:
                 if server.is_released:  # it comes back when there is room
                     deadline = clock() + self._patience_s
                 elif await server.generates(patient(HEALTH_S)):
-                    if await self._prove(server):
+                    if await self._reload_if_restarted(server):
                         break
                     late += newest != self._version
             except ServerUnfit as error:
@@ -383,7 +383,7 @@ class Fleet:
         log.warning("rollout server %s is back, with weights of version %s", server.http.url, server.version)
         self._changed.set()
 
-    async def _prove(self, server: RemoteServer) -> bool:
+    async def _reload_if_restarted(self, server: RemoteServer) -> bool:
         """Load the weights again, unless the label of the last proved version shows that the server never restarted.
 
         False where newer ones came meanwhile.

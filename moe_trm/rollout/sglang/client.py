@@ -47,7 +47,7 @@ class SglangClient(ServerClient):
         """See `ServerCheck.through`."""
         await self._check.through(http)
 
-    def verified(self, push: WeightPush) -> Digests:
+    def expected_digests(self, push: WeightPush) -> Digests:
         """See `verified_checksums`."""
         return verified_checksums(push, self._shape)
 

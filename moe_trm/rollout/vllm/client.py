@@ -86,7 +86,7 @@ class VllmClient(ServerClient):
                     http, f"answer to a probe ({rejection.reason})", rejection.got, rejection.expected
                 ) from rejection
 
-    def verified(self, push: WeightPush) -> Digests:
+    def expected_digests(self, push: WeightPush) -> Digests:
         """The digests of the learner's memory: each worker digests all of the bytes, so no file is read here."""
         return [{entry.name: entry.digest for entry in push.tensors}]
 

@@ -114,7 +114,7 @@ class ScriptedClient(ServerClient):
         if (served := await http.get("/weights")).get("engine") != "script":
             raise EngineError("this is no server of the script", where=http.url, got=served, expected="engine: script")
 
-    def verified(self, push: WeightPush) -> Digests:
+    def expected_digests(self, push: WeightPush) -> Digests:
         found = digests(Path(push.directory))
         if found != {entry.name: entry.digest for entry in push.tensors}:
             raise SyncError("files of the push differ from the learner's memory", where=push.directory)

@@ -243,7 +243,7 @@ def pushed(tmp_path: Path) -> WeightPush:
 def load(push: WeightPush, answer: object) -> None:
     async def run() -> None:
         asked = client()
-        expected = asyncio.ensure_future(asyncio.to_thread(asked.verified, push))
+        expected = asyncio.ensure_future(asyncio.to_thread(asked.expected_digests, push))
         try:
             delivery = Delivery(push, expected, nullcontext())
             await asked.load(cast(EngineHttp, ScriptedHttp(pushed=answer)), delivery)
