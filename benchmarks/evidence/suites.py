@@ -71,6 +71,8 @@ TAIL = Figure("tail", ("engine/rollout_is_high_fraction", "engine/rollout_is_low
 """Share of tokens whose ratio between the engines is above 2 or below 1/2."""
 REWARD = Figure("reward", ("reward/mean",))
 GRAD_NORM = Figure("grad_norm", ("optimizer/grad_norm",))
+KEPT_ROWS = Figure("kept_rows", ("correction/kept_sequence_fraction",))
+KEPT_TOKENS = Figure("kept_tokens", ("correction/kept_fraction",))
 
 Gain = tuple[str, str]
 """The first arm's mean less the second's."""
@@ -156,7 +158,7 @@ SUITES: Mapping[str, Suite] = {
         late=81,
         against={"none": (), "random": (), "random_profile": ("TRM_Max",)},
         compared=(LONGEST, RIGHT_LENGTH, EXPORTED_LONGEST, *SHORTER),
-        beside=(REWARD, TOTAL_K3, GRAD_NORM),
+        beside=(REWARD, TOTAL_K3, GRAD_NORM, KEPT_ROWS, KEPT_TOKENS),
     ),
     "losses": Suite(
         "Held-out success of sampled answers, by loss and age of the samples",
