@@ -25,7 +25,7 @@ from tests.integration.served import VOCAB, load, make_push, prompts, sample, wi
 NEAR = 5e-6
 """Margin of a cumulative or relative probability to a bound, below which float32 may keep or drop the id."""
 TIE = 2e-5
-"""Log-ratio of two neighbours at a cut by rank, below which float32 may order them either way."""
+"""Log-ratio of two neighbours at a cut by rank, below which float32 may order them either way (log-probs: 1.7e-5)."""
 
 GRID: dict[str, dict[str, Any]] = {
     "nothing is cut": {},
@@ -81,6 +81,15 @@ def expected_support(logits_V: torch.Tensor, chosen: SamplingParams) -> Expected
     num_kept = int(keep.sum())
     tied = num_kept < len(ordered) and bool((ordered[num_kept - 1] / ordered[num_kept]).log() < TIE)
     return Expected(set(ids[keep].tolist()), tied or bool(torch.stack(edges).min() < NEAR), logprobs_V)
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k"])
+def test_a_tie_at_the_cut_is_undecided(name: str) -> None:
+    cut = params(**{"top_p": {"top_p": 0.75}, "top_k": {"top_k": 4}}[name])
+    probs_V = torch.tensor([0.3, 0.25, 0.15, 0.12, 0.12, 0.06])
+    assert expected_support(probs_V.log(), cut).undecided
+    probs_V[4] = 0.11
+    assert not expected_support(probs_V.log(), cut).undecided
 
 
 @torch.no_grad()
