@@ -83,9 +83,8 @@ def expected_support(logits_V: torch.Tensor, chosen: SamplingParams) -> Expected
     return Expected(set(ids[keep].tolist()), tied or bool(torch.stack(edges).min() < NEAR), logprobs_V)
 
 
-@pytest.mark.parametrize("name", ["top_p", "top_k"])
-def test_a_tie_at_the_cut_is_undecided(name: str) -> None:
-    cut = params(**{"top_p": {"top_p": 0.75}, "top_k": {"top_k": 4}}[name])
+@pytest.mark.parametrize("cut", [params(top_p=0.75), params(top_k=4)], ids=["top_p", "top_k"])
+def test_a_tie_at_the_cut_is_undecided(cut: SamplingParams) -> None:
     probs_V = torch.tensor([0.3, 0.25, 0.15, 0.12, 0.12, 0.06])
     assert expected_support(probs_V.log(), cut).undecided
     probs_V[4] = 0.11
