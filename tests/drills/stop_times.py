@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ import psutil
 from benchmarks.options import command_line
 from benchmarks.short_run import metrics_of
 from benchmarks.table import Row, report
+from launch.job import free_port
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.runtime.ending import run_to_end
 from tests.integration.jobs import write_config
@@ -222,12 +222,6 @@ def is_there(process: psutil.Process) -> bool:
 def controller_of(rank: psutil.Process) -> psutil.Process:
     """The controller that this rank started."""
     return next(child for child in rank.children() if "moe_trm.rollout.service" in child.cmdline())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def dwell(moment: str, call: Callable[..., Any], due: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:

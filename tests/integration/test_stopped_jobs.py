@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from benchmarks.short_run import metrics_of
+from launch.job import free_port
 from tests.drills.resume_drill import books_balance
-from tests.drills.stop_times import KEY, SETTINGS, free_port, newest_checkpoint, serving
+from tests.drills.stop_times import KEY, SETTINGS, newest_checkpoint, serving
 from tests.integration.jobs import still_running, write_config
 from tests.integration.resume_support import Job
 

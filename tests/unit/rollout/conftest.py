@@ -61,7 +61,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("FIRST_PAUSE_S", 0.02), ("LONGEST_PAUSE_S", 0.05), ("WATCH_S", 0.05), ("SILENCE_S", 0.1)):
         monkeypatch.setattr(fleet, name, seconds)
     for name in ("PROBE_TIMEOUT_S", "HEALTH_S"):
-        monkeypatch.setattr(fleet, name, 0.2)
+        monkeypatch.setattr(fleet, name, 1.0)
 
 
 @pytest.fixture

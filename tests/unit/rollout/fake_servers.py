@@ -60,7 +60,7 @@ class FakeServer(LocalApp):
 
 @asynccontextmanager
 async def running(
-    count: int, *, interrupt: bool = False, patience_s: float = 5.0, timeout_s: float = 5.0, rolling: bool = False
+    count: int, *, interrupt: bool = False, patience_s: float = 60.0, timeout_s: float = 60.0, rolling: bool = False
 ) -> AsyncIterator[Any]:
     """`count` fake servers and a fleet over them; a load changes a server's label to the version in `newest`."""
     fakes = [FakeServer(name) for name in "abc"[:count]]
@@ -71,7 +71,7 @@ async def running(
     async def load(server: RemoteServer) -> None:
         if newest.get(server.http.url) == "unfit":
             raise ServerUnfit("other weights", where=server.http.url, got="stale")
-        if not await server.alive(0.2):
+        if not await server.alive(60.0):
             raise EngineLost("no answer to a load", where=server.http.url)
         next(fake for fake in fakes if fake.url == server.http.url).label = str(newest["version"])
         server.version = newest["version"]

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from launch.job import free_port
 from moe_trm.rollout.servers.fleet import Fleet
 
 
@@ -21,7 +22,7 @@ class LocalApp:
         app.router.add_routes(self.routes())
         self.runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        site = web.TCPSite(self.runner, "127.0.0.1", port or free_port())
         await site.start()
         assert site._server is not None
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Sequence
 
 import pytest
 from aiohttp import web
 
+from launch.job import free_port
 from moe_trm.errors import EngineLost
 from moe_trm.rollout import teacher
 from moe_trm.rollout.servers import arrival as arrival_module
@@ -52,12 +52,6 @@ class Slow(LocalApp):
 
 def http_of(url: str) -> EngineHttp:
     return EngineHttp(url, "key", timeout_s=0.5, max_attempts=1)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 async def until_awaited(server: RemoteServer) -> ServerState:

@@ -103,8 +103,8 @@ class Behind:
     async def start(self) -> None:
         for fake in (*self.fakes, self.router):
             await fake.start()
-        router = Router(EngineHttp(self.router.url, KEY, timeout_s=5.0, max_attempts=1), KEY)
-        connections = [EngineHttp(fake.url, KEY, timeout_s=5.0, max_attempts=1) for fake in self.fakes]
+        router = Router(EngineHttp(self.router.url, KEY, timeout_s=60.0, max_attempts=1), KEY)
+        connections = [EngineHttp(fake.url, KEY, timeout_s=60.0, max_attempts=1) for fake in self.fakes]
         self.fleet = Fleet(
             [RemoteServer(http, SglangBackend(), router.endpoint) for http in connections],
             self._load,
@@ -115,7 +115,7 @@ class Behind:
         self.fleet.start()
 
     async def _load(self, server: RemoteServer) -> None:
-        if not await server.alive(0.2):
+        if not await server.alive(60.0):
             raise EngineLost("no answer to a load", where=server.http.url)
         next(fake for fake in self.fakes if fake.url == server.http.url).label = str(self.newest)
         server.version = self.newest
@@ -131,7 +131,7 @@ class Behind:
 
 
 @asynccontextmanager
-async def behind_a_router(*, patience_s: float = 5.0, interrupt: bool = False) -> AsyncIterator[Behind]:
+async def behind_a_router(*, patience_s: float = 60.0, interrupt: bool = False) -> AsyncIterator[Behind]:
     behind = Behind(patience_s=patience_s, interrupt=interrupt)
     await behind.start()
     try:

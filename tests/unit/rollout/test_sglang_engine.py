@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from launch.job import free_port
 from moe_trm.config.choices import settle
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError, SyncError
@@ -81,9 +81,7 @@ def test_a_server_that_takes_no_connection_yet_is_waited_for(tmp_path: Path) -> 
         return web.json_response({"architectures": ["Other"]})
 
     async def run() -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         rollout = {"url": f"http://127.0.0.1:{port}", "max_attempts": 1, "timeout_s": 30.0}
         engine = ServerEngine(config(tmp_path, rollout=rollout), None)
         starting = asyncio.create_task(engine.start())
