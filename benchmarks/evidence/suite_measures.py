@@ -118,15 +118,15 @@ def spread_over_seeds(arm: str) -> Value:
 
 
 @measure
-def deviation(file: str, arm: str, base: str) -> Value:
+def deviation(file: str, arm: str, base: str, figure: str = "sampled") -> Value:
     """Standard deviation over seeds of `arm - base`."""
-    return stdev(differences(file, arm, base, "sampled"))
+    return stdev(differences(file, arm, base, figure))
 
 
 @measure
-def deviation_by_answers(file: str, arm: str, base: str, answers: str) -> Value:
+def deviation_by_answers(file: str, arm: str, base: str, answers: str, figure: str = "sampled") -> Value:
     """Standard deviation of a difference of shares of so many answers each, mean over the seeds."""
-    pairs = list(zip(runs(file, arm), runs(file, base), strict=True))
+    pairs = list(zip(runs(file, arm, figure), runs(file, base, figure), strict=True))
     return binomial_reach(pairs, int(answers)) / NORMAL_95 * math.sqrt(len(pairs))
 
 
