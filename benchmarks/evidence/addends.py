@@ -1,4 +1,6 @@
-"""Sums of 2 to 24 numbers with running totals, and a start that solves half of each octave of them: answer_length.yaml.
+"""Sums of 2 to 24 numbers with running totals, and a start that solves at least half of each octave.
+
+Both are for answer_length.yaml.
 
 `python -m benchmarks.evidence.addends [--out DIR]` writes training prompts, one held-out set for each octave of the
 number of addends, and the start. `a12b7c45=` is worked out as `b12+7=19,c19+45=64#64`: a letter names the addend whose

@@ -25,7 +25,7 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding
 from tests.unit.rollout.fake_engine import FakeEngine, controller_with
 
-KEY, LIMIT_S = "the right key", 30.0
+KEY, LIMIT_S = "the right key", 60.0
 
 
 class Cutting:
@@ -128,7 +128,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "ASK_AGAIN_S", 0.5)
     monkeypatch.setattr(client_module, "_POLL_MS", 100)
     monkeypatch.setattr(service_module, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(service_module, "SILENCE_MS", 1000)
+    monkeypatch.setattr(service_module, "SILENCE_MS", 2000)
 
 
 @contextmanager
