@@ -61,7 +61,8 @@ class ScriptedServer(ThreadingHTTPServer):
         line = (*SCRIPT[number % len(SCRIPT)], *asked["stop"][:1])
         tokens: list[int] = []
         for token in islice(line, asked["most"]):
-            if number >= self.options.slow_from:
+            if tokens and self.options.slow_from <= number < self.options.slow_to:
+                print(f"answer {number}: {len(tokens)} so far", flush=True)
                 self.take_time(aborts)
             if self.aborts != aborts:
                 break
@@ -76,7 +77,7 @@ class ScriptedServer(ThreadingHTTPServer):
         }
 
     def take_time(self, aborts: int) -> None:
-        """The time of a token, or less if answers are aborted meanwhile."""
+        """The time between two tokens, or less if answers are aborted meanwhile."""
         end = time.monotonic() + self.options.token_s
         while self.aborts == aborts and (rest := end - time.monotonic()) > 0:
             time.sleep(min(rest, 0.02))
@@ -148,8 +149,9 @@ if __name__ == "__main__":
     parser.add_argument("--key-in", required=True, help="the environment variable that has the key")
     parser.add_argument("--die-at", type=int, default=0)
     parser.add_argument("--died", type=Path, help="a file that is made before it dies: another life does not")
-    parser.add_argument("--token-s", type=float, default=0.0, help="duration of a token")
+    parser.add_argument("--token-s", type=float, default=0.0, help="time between two tokens")
     parser.add_argument("--slow-from", type=int, default=0, help="answers before this one take no time")
+    parser.add_argument("--slow-to", type=int, default=1 << 60, help="this one takes none either, nor do later ones")
     parser.add_argument("--load-s", type=float, default=0.0, help="duration of every push but the first")
     parser.add_argument("--misreads", action="store_true")
     parser.add_argument("--stale", action="store_true", help="decoding goes on with the first weights")

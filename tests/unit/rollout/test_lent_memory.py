@@ -291,9 +291,11 @@ def test_the_stand_in_dies_where_the_engine_does(
 
 
 def test_the_stand_in_dies_of_a_release_while_it_makes_a_token(tmp_path: Path, log: Path) -> None:
-    server = start_server(Served.of(colocated(tmp_path, "--token-s", "2")), tmp_path / "rollout.log", KEY)
+    server = start_server(Served.of(colocated(tmp_path, "--token-s", "60")), tmp_path / "rollout.log", KEY)
     try:
+        asked = noted(log).count("/health")
         threading.Thread(target=request, args=(server, "/health")).start()
+        until(lambda: noted(log).count("/health") > asked)
         time.sleep(0.5)
         request(server, *RELEASE)
         until(lambda: server.poll() is not None)

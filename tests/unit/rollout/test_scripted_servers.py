@@ -194,12 +194,14 @@ def test_a_server_that_is_not_proved_by_use_has_no_version(tmp_path: Path) -> No
 
 
 def test_a_push_interrupts_an_answer_which_goes_on_with_the_new_weights(tmp_path: Path) -> None:
-    running = start_server(Served.of(config(tmp_path, "--token-s", "0.2")), tmp_path / "rollout.log", KEY)
+    log, slow = tmp_path / "rollout.log", ("--token-s", "600", "--slow-to", "1")
+    running = start_server(Served.of(config(tmp_path, *slow)), log, KEY)
 
     async def work(engine: ServerEngine) -> RolloutRecord:
         await engine.load_weights(push(tmp_path, 1))
         answer = asyncio.ensure_future(engine.generate(PROMPT, PARAMS, sample_id=0, group_id=0))
-        await asyncio.sleep(0.5)
+        while "answer 0: 1 so far" not in log.read_text():
+            await asyncio.sleep(0.02)
         await engine.load_weights(push(tmp_path, 2))
         return await answer
 

@@ -24,7 +24,7 @@ from tests.unit.rollout.test_server_process import config
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("POLL_S", 0.05), ("LOOK_S", 0.1), ("LAST_ASK_S", 0.2)):
+    for name, seconds in (("POLL_S", 0.05), ("LOOK_S", 0.1), ("LAST_ASK_S", 1.0)):
         monkeypatch.setattr(watchdog_module, name, seconds)
 
 
@@ -84,7 +84,7 @@ def test_after_its_last_restart_a_server_is_given_up(tmp_path: Path, pids_file: 
 def test_a_server_that_is_late_because_it_computes_gets_more_time(
     tmp_path: Path, pids_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    busy = settings(tmp_path, silence_timeout_s=0.3, extra_args=("--burn", "1.2"))
+    busy = settings(tmp_path, silence_timeout_s=0.3, extra_args=("--burn", "3.0"))
     with Watchdog(Served.of(busy), tmp_path / "rollout.log", "key") as watchdog:
         first = watchdog.server.process.pid
         until(lambda: "it gets more time" in caplog.text)
