@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -291,12 +290,10 @@ def test_the_stand_in_dies_where_the_engine_does(
 
 
 def test_the_stand_in_dies_of_a_release_while_it_makes_a_token(tmp_path: Path, log: Path) -> None:
-    server = start_server(Served.of(colocated(tmp_path, "--token-s", "60")), tmp_path / "rollout.log", KEY)
+    server = start_server(Served.of(colocated(tmp_path, "--token-s", "3")), tmp_path / "rollout.log", KEY)
     try:
-        asked = noted(log).count("/health")
         threading.Thread(target=request, args=(server, "/health")).start()
-        until(lambda: noted(log).count("/health") > asked)
-        time.sleep(0.5)
+        until(lambda: noted(log).count("a token begins") == 2)  # the first one is of the start
         request(server, *RELEASE)
         until(lambda: server.poll() is not None)
     finally:

@@ -54,6 +54,8 @@ class Lender(ThreadingHTTPServer):
             if not going_on:
                 return 503
             self.running += 1
+        if self.token_s:
+            self.note("a token begins")
         time.sleep(self.token_s)
         with self.changed:
             self.running -= 1
