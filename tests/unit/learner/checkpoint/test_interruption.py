@@ -41,7 +41,7 @@ ECHO_S = 1.0
 HURRIED = f"""
 import os, signal, sys, time
 from moe_trm.runtime import interruption as module
-module.ECHO_S, module.UNWIND_S = {ECHO_S}, 0.5
+module.ECHO_S, module.UNWIND_S = {ECHO_S}, 2.0
 interruption = module.Interruption()
 """
 """The product waits five seconds each."""
