@@ -94,13 +94,15 @@ def test_a_server_that_is_late_because_it_computes_gets_more_time(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("--doze", "neither answered nor computed for 0.3 s"), ("--burn", "generated nothing for ")]
+    ("fault", "hang_timeout_s", "said"),
+    [("--doze", 600.0, "neither answered nor computed for 0.3 s"), ("--burn", 0.8, "generated nothing for ")],
 )
 def test_a_server_that_sleeps_or_computes_for_ever_hangs(
-    fault: str, said: str, tmp_path: Path, pids_file: Path, caplog: pytest.LogCaptureFixture
+    fault: str, hang_timeout_s: float, said: str, tmp_path: Path, pids_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second one is busy, which is no excuse beyond the longest standstill."""
-    hanging = settings(tmp_path, silence_timeout_s=0.3, hang_timeout_s=0.8, max_restarts=0, extra_args=(fault, "60"))
+    limits = {"silence_timeout_s": 0.3, "hang_timeout_s": hang_timeout_s, "max_restarts": 0}
+    hanging = settings(tmp_path, **limits, extra_args=(fault, "60"))
     with Watchdog(Served.of(hanging), tmp_path / "rollout.log", "key") as watchdog:
         with pytest.raises(EngineError, match="given up after 0 restarts"):
             watchdog.wait()
