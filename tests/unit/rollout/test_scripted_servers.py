@@ -194,7 +194,7 @@ def test_a_server_that_is_not_proved_by_use_has_no_version(tmp_path: Path) -> No
 
 
 def test_a_push_interrupts_an_answer_which_goes_on_with_the_new_weights(tmp_path: Path) -> None:
-    log, slow = tmp_path / "rollout.log", ("--token-s", "600", "--slow-to", "1")
+    log, slow = tmp_path / "rollout.log", ("--token-s", "60", "--slow-to", "1")
     running = start_server(Served.of(config(tmp_path, *slow)), log, KEY)
 
     async def work(engine: ServerEngine) -> RolloutRecord:
